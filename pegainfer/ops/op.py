@@ -1,0 +1,105 @@
+"""`Op`: what is computed. `Provider`: a factory that turns static facts into a launcher for one device kind,
+or declines.
+
+Ops are bound once, while the model is built; nothing dispatches in the hot loop. A launcher is called with
+keyword arguments only; tensors it writes are passed in (`out=`). The NumPy reference has the very same
+signature over NumPy arrays, with the facts in front: it is the oracle of the parity tests and the slow
+fallback of the CPU device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+
+from pegainfer.errors import KernelError
+from pegainfer.runtime.device import Device, DeviceKind
+
+__all__ = ["Case", "Launcher", "Op", "Provider", "all_ops", "bind"]
+
+FactsT = TypeVar("FactsT")
+
+
+class Launcher(Protocol):
+    """A bound op: enqueues its work on the device's stream. Tensors and Python scalars by keyword."""
+
+    def __call__(self, **arguments: Any) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Case(Generic[FactsT]):
+    """One parity case: facts, NumPy inputs by argument name, and which arguments are outputs (or updated in
+    place).
+    """
+
+    name: str
+    facts: FactsT
+    arguments: dict[str, Any]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Provider(Generic[FactsT]):
+    """How one device kind runs an op. `factory` returns None when it cannot serve these facts."""
+
+    name: str
+    kind: DeviceKind
+    factory: Callable[[FactsT, Device], Launcher | None]
+
+
+@dataclass(slots=True)
+class Op(Generic[FactsT]):
+    """The meaning of an operation.
+
+    `reference(facts, **arrays)` writes the outputs in place, in float32 or better.
+    `cases(rng)` yields inputs that cover sizes, edges and dtypes.
+    `tolerance(facts)` is the accepted relative L2 error of a provider's outputs against the reference.
+    `providers` are tried in order of registration, last registered first.
+    """
+
+    name: str
+    reference: Callable[..., None]
+    cases: Callable[[np.random.Generator], Iterator[Case[FactsT]]]
+    tolerance: Callable[[FactsT], float]
+    providers: list[Provider[FactsT]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.name in _OPS:
+            raise ValueError(f"op {self.name} is defined twice")
+        _OPS[self.name] = self
+
+    def provider(
+        self, name: str, kind: DeviceKind
+    ) -> Callable[[Callable[[FactsT, Device], Launcher | None]], Callable[[FactsT, Device], Launcher | None]]:
+        """Decorator that registers a provider factory."""
+
+        def register(
+            factory: Callable[[FactsT, Device], Launcher | None],
+        ) -> Callable[[FactsT, Device], Launcher | None]:
+            self.providers.append(Provider(name=name, kind=kind, factory=factory))
+            return factory
+
+        return register
+
+
+_OPS: dict[str, Op[Any]] = {}
+
+
+def all_ops() -> dict[str, Op[Any]]:
+    """Every op that has been defined, by name."""
+    return dict(_OPS)
+
+
+def bind(op: Op[FactsT], facts: FactsT, device: Device) -> Launcher:
+    """The launcher of the best provider for `facts` on `device`; raises `KernelError` when none serves
+    them.
+    """
+    for provider in reversed(op.providers):
+        if provider.kind is device.kind:
+            launcher = provider.factory(facts, device)
+            if launcher is not None:
+                return launcher
+    raise KernelError(f"no provider of op {op.name} on {device.kind} serves {facts}")

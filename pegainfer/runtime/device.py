@@ -1,0 +1,103 @@
+"""What a device, its stream and its graphs are. One implementation per device kind, in `runtime/<kind>/`.
+
+Work is *enqueued* on a stream and has happened after `synchronize()`. Between `begin_capture()` and
+`end_capture()` enqueued work is recorded instead of run; the resulting graph replays the very same launches
+with the same addresses. A graph is therefore only valid while the tensors it names live, and for the sizes
+it was captured with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Protocol
+
+import numpy as np
+
+from pegainfer.runtime.dtypes import DType
+from pegainfer.runtime.tensor import Tensor
+
+__all__ = ["Device", "DeviceKind", "Graph", "MemoryInfo", "Stream"]
+
+
+class DeviceKind(StrEnum):
+    """The kinds of device that ops have providers for."""
+
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryInfo:
+    """Bytes of device memory: all of it, and what this process may still take."""
+
+    total: int
+    available: int
+
+
+class Graph(Protocol):
+    """Recorded launches."""
+
+    def replay(self) -> None:
+        """Enqueue everything that was recorded."""
+        ...
+
+
+class Stream(Protocol):
+    """An ordered queue of work."""
+
+    def synchronize(self) -> None:
+        """Return when all enqueued work has happened; raises `KernelError` if some of it failed."""
+        ...
+
+    def begin_capture(self) -> None:
+        """Record launches from now on instead of running them."""
+        ...
+
+    def end_capture(self) -> Graph:
+        """Stop recording and return what was recorded."""
+        ...
+
+
+class Device(Protocol):
+    """A place where ops run."""
+
+    @property
+    def kind(self) -> DeviceKind: ...
+
+    @property
+    def name(self) -> str:
+        """What a person calls it, e.g. `AMD EPYC, 2 threads` or `NVIDIA H200`."""
+        ...
+
+    @property
+    def arch(self) -> str:
+        """Instruction set that kernels are chosen by: `avx512_bf16`, `avx2`, `portable`, `sm_90a`."""
+        ...
+
+    @property
+    def stream(self) -> Stream: ...
+
+    def activation_dtype(self, dtype: DType) -> DType:
+        """Element type of activations for a model of `dtype` (the CPU always computes in float32)."""
+        ...
+
+    def memory_info(self) -> MemoryInfo: ...
+
+    def empty(self, shape: tuple[int, ...], dtype: DType) -> Tensor:
+        """Uninitialised memory, aligned to 64 bytes at least; raises `CapacityError` when there is none."""
+        ...
+
+    def zeros(self, shape: tuple[int, ...], dtype: DType) -> Tensor: ...
+
+    def from_numpy(self, array: np.ndarray[Any, Any]) -> Tensor:
+        """A tensor with the array's contents. On the CPU a C-contiguous array is aliased, not copied."""
+        ...
+
+    def to_numpy(self, tensor: Tensor) -> np.ndarray[Any, Any]:
+        """A host copy of a tensor's contents; waits for the stream."""
+        ...
+
+    def close(self) -> None:
+        """Free everything; the device must not be used again."""
+        ...
