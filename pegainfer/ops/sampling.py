@@ -71,8 +71,9 @@ def _sample(
         if np.isnan(raw).any() or np.isposinf(raw).any():
             continue
         x = raw[: facts.decodable_vocab_size].copy()
-        bias = slice(bias_start[r], bias_start[r + 1])
-        np.add.at(x, bias_ids[bias], bias_values[bias])
+        own = slice(bias_start[r], bias_start[r + 1])
+        known = bias_ids[own] < x.size
+        np.add.at(x, bias_ids[own][known], bias_values[own][known])
         tokens = history[history_start[r] : history_start[r + 1]]
         _penalise(x, tokens, prompt_lens[r], repetition[r], presence[r], frequency[r])
         if allowed is not None:
