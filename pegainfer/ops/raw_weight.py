@@ -1,0 +1,92 @@
+"""`RawWeight`: a weight as a checkpoint stores it, and the values that its bytes mean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pegainfer.errors import WeightsError
+from pegainfer.runtime.dtypes import DType, WeightFormat
+
+__all__ = ["RawWeight"]
+
+_PLAIN = {
+    WeightFormat.f32: DType.float32.numpy,
+    WeightFormat.f16: DType.float16.numpy,
+    WeightFormat.bf16: DType.bfloat16.numpy,
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RawWeight:
+    """A weight in its stored format.
+
+    `shape` is the logical shape, outermost dimension first: `(out, in)` for a matrix, `(size,)` for a vector.
+    `data` is uint8 `[rows, row_bytes]`, where a row is the last dimension (a vector is one row); it may be a
+    view of a mapped file, so it is only to be read. Raises `WeightsError` if `data` does not fit `shape`.
+    """
+
+    format: WeightFormat
+    shape: tuple[int, ...]
+    data: np.ndarray[Any, np.dtype[np.uint8]]
+
+    def __post_init__(self) -> None:
+        rows, columns = self.num_rows, self.shape[-1] if self.shape else 1
+        if columns % self.format.block_size:
+            raise WeightsError(
+                f"rows of {columns} values are not whole {self.format} blocks of {self.format.block_size}"
+            )
+        expected = (rows, self.format.row_bytes(columns))
+        if self.data.dtype != np.uint8 or self.data.shape != expected:
+            raise WeightsError(
+                f"a {self.format} weight of shape {list(self.shape)} needs uint8 data of shape {list(expected)}, "
+                f"got {self.data.dtype} of shape {list(self.data.shape)}"
+            )
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of `data`: the product of all dimensions but the last."""
+        rows = 1
+        for size in self.shape[:-1]:
+            rows *= size
+        return rows
+
+    def dequantize(self) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """The values as a new float32 array of `shape`."""
+        if self.format in _PLAIN:
+            plain = np.ascontiguousarray(self.data).view(_PLAIN[self.format])
+            return plain.astype(np.float32).reshape(self.shape)
+        blocks = np.ascontiguousarray(self.data).reshape(-1, self.format.block_bytes)
+        return _DEQUANTIZE[self.format](blocks).reshape(self.shape)
+
+
+Blocks = np.ndarray[Any, np.dtype[np.uint8]]  # [num_blocks, block_bytes]
+Values = np.ndarray[Any, np.dtype[np.float32]]  # [num_blocks, 32]
+
+
+def _half(blocks: Blocks, start: int) -> Values:
+    """The float16 at byte `start` of every block, as a float32 column."""
+    return np.ascontiguousarray(blocks[:, start : start + 2]).view(np.float16).astype(np.float32)
+
+
+def _nibbles(blocks: Blocks, start: int) -> Values:
+    """The 32 four-bit numbers from byte `start` on: the low halves of the bytes, then the high halves."""
+    packed = blocks[:, start:]
+    return np.concatenate([packed & 0x0F, packed >> 4], axis=1).astype(np.float32)
+
+
+def _q8_0(blocks: Blocks) -> Values:
+    return _half(blocks, 0) * blocks[:, 2:].view(np.int8).astype(np.float32)
+
+
+def _q4_0(blocks: Blocks) -> Values:
+    return _half(blocks, 0) * (_nibbles(blocks, 2) - np.float32(8.0))
+
+
+def _q4_1(blocks: Blocks) -> Values:
+    return _half(blocks, 0) * _nibbles(blocks, 4) + _half(blocks, 2)
+
+
+_DEQUANTIZE = {WeightFormat.q8_0: _q8_0, WeightFormat.q4_0: _q4_0, WeightFormat.q4_1: _q4_1}

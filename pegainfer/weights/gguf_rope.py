@@ -1,0 +1,84 @@
+"""Rotary settings of a GGUF file as Hugging Face's `rope_theta` and `rope_scaling`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from pegainfer.errors import WeightsError
+from pegainfer.runtime.dtypes import WeightFormat
+from pegainfer.weights.gguf import GgufFile
+
+__all__ = ["rope_config"]
+
+# What every published model with `llama3` scaling uses; the file keeps only the factors that result.
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def rope_config(file: GgufFile, architecture: str, head_dim: int) -> dict[str, Any]:
+    """`rope_theta` and `rope_scaling` (None without scaling). Raises `WeightsError` for settings that cannot
+    be expressed.
+    """
+    metadata = file.metadata
+    theta = _number(file, f"{architecture}.rope.freq_base", 10000.0)
+    rotary_dim = metadata.get(f"{architecture}.rope.dimension_count", head_dim)
+    if rotary_dim != head_dim:
+        raise WeightsError(f"{file.path}: rotation of {rotary_dim} of {head_dim} dimensions is not supported")
+    scaling = _scaling(file, f"{architecture}.rope.scaling.")
+    if "rope_freqs.weight" in file.tensors:
+        if scaling is not None:
+            raise WeightsError(f"{file.path}: rope_freqs.weight together with rope.scaling is not supported")
+        scaling = _from_factors(file, theta, head_dim)
+    return {"rope_theta": theta, "rope_scaling": scaling}
+
+
+def _scaling(file: GgufFile, prefix: str) -> dict[str, Any] | None:
+    metadata = file.metadata
+    kind = metadata.get(f"{prefix}type", "none")
+    if kind == "none":
+        return None
+    factor = _number(file, f"{prefix}factor", 1.0)
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": factor}
+    if kind != "yarn":
+        raise WeightsError(f"{file.path}: rope scaling {kind!r:.40} is not supported, only linear and yarn")
+    scaling: dict[str, Any] = {"rope_type": "yarn", "factor": factor}
+    original = metadata.get(f"{prefix}original_context_length")
+    if isinstance(original, int):
+        scaling["original_max_position_embeddings"] = original
+    for key in ("beta_fast", "beta_slow"):
+        if f"{prefix}yarn_{key}" in metadata:
+            scaling[key] = _number(file, f"{prefix}yarn_{key}", 0.0)
+    extra = _number(file, f"{prefix}attn_factor", 1.0)
+    if extra != 1.0 and factor > 1.0:
+        scaling["attention_factor"] = extra * (0.1 * math.log(factor) + 1.0)
+    return scaling
+
+
+def _from_factors(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any]:
+    """The `llama3` scaling whose divisors of the frequencies the tensor holds."""
+    tensor = file.tensors["rope_freqs.weight"]
+    if tensor.format is not WeightFormat.f32 or tensor.shape != (head_dim // 2,):
+        raise WeightsError(f"{file.path}: rope_freqs.weight must hold {head_dim // 2} F32 values")
+    factors = file.data(tensor).view(np.float32)[0].astype(np.float64)
+    factor = float(factors.max(initial=1.0))
+    frequencies = theta ** (-np.arange(0, head_dim, 2) / head_dim)
+    low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
+    turns = _LLAMA3["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    share = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    expected = 1.0 / ((1.0 - share) / factor + share)
+    if not np.allclose(factors, expected, rtol=1e-3):
+        raise WeightsError(
+            f"{file.path}: the rotary factors in rope_freqs.weight are not those of `llama3` scaling; "
+            "use the safetensors checkpoint of this model"
+        )
+    return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
+
+
+def _number(file: GgufFile, key: str, default: float) -> float:
+    value = file.metadata.get(key, default)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
+        raise WeightsError(f"{file.path}: metadata {key} must be a positive number")
+    return float(value)

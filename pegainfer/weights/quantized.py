@@ -1,0 +1,73 @@
+"""Quantisation of float values into the block formats: for dummy weights, model writers and tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from pegainfer.ops.raw_weight import RawWeight
+from pegainfer.runtime.dtypes import DType, WeightFormat
+
+__all__ = ["quantize"]
+
+_PLAIN = {
+    WeightFormat.f32: DType.float32.numpy,
+    WeightFormat.f16: DType.float16.numpy,
+    WeightFormat.bf16: DType.bfloat16.numpy,
+}
+
+
+def quantize(values: np.ndarray[Any, Any], format: WeightFormat) -> RawWeight:
+    """`values` (any shape) rounded to `format`. The last dimension must be whole blocks; raises
+    `ValueError`.
+    """
+    row_bytes = format.row_bytes(values.shape[-1])
+    if format in _PLAIN:
+        data = np.ascontiguousarray(values.astype(_PLAIN[format])).view(np.uint8)
+    else:
+        groups = values.astype(np.float32).reshape(-1, format.block_size)
+        data = _QUANTIZE[format](groups)
+    return RawWeight(format, values.shape, data.reshape(-1, row_bytes))
+
+
+Groups = np.ndarray[Any, np.dtype[np.float32]]  # [num_blocks, 32]
+Blocks = np.ndarray[Any, np.dtype[np.uint8]]  # [num_blocks, block_bytes]
+
+
+def _codes(shifted: Groups, scale: Groups, low: int, high: int) -> np.ndarray[Any, Any]:
+    """`shifted / scale` rounded into `[low, high]`; 0 where the scale is 0."""
+    inverse = np.divide(1.0, scale, out=np.zeros_like(scale), where=scale != 0)
+    return np.clip(np.rint(shifted * inverse), low, high)
+
+
+def _bytes(column: Groups) -> Blocks:
+    return column.astype(np.float16).view(np.uint8)
+
+
+def _pack(codes: np.ndarray[Any, Any]) -> Blocks:
+    nibbles = codes.astype(np.uint8)
+    return nibbles[:, :16] | nibbles[:, 16:] << 4
+
+
+def _q8_0(groups: Groups) -> Blocks:
+    scale = np.abs(groups).max(axis=1, keepdims=True) / np.float32(127.0)
+    codes = _codes(groups, scale, -127, 127).astype(np.int8)
+    return np.concatenate([_bytes(scale), codes.view(np.uint8)], axis=1)
+
+
+def _q4_0(groups: Groups) -> Blocks:
+    # The value of the largest magnitude becomes code 0 (-8): the one end of the range that is used fully.
+    extreme = np.take_along_axis(groups, np.abs(groups).argmax(axis=1)[:, None], axis=1)
+    scale = extreme / np.float32(-8.0)
+    return np.concatenate([_bytes(scale), _pack(_codes(groups, scale, -8, 7) + 8)], axis=1)
+
+
+def _q4_1(groups: Groups) -> Blocks:
+    minimum = groups.min(axis=1, keepdims=True)
+    scale = (groups.max(axis=1, keepdims=True) - minimum) / np.float32(15.0)
+    codes = _pack(_codes(groups - minimum, scale, 0, 15))
+    return np.concatenate([_bytes(scale), _bytes(minimum), codes], axis=1)
+
+
+_QUANTIZE = {WeightFormat.q8_0: _q8_0, WeightFormat.q4_0: _q4_0, WeightFormat.q4_1: _q4_1}
