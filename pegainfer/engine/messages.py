@@ -4,12 +4,10 @@ frame each.
 
 from __future__ import annotations
 
-from enum import StrEnum
-
 import msgspec
 
 from pegainfer.sampling_params import SamplingParams
-from pegainfer.scheduler.plan import TokenLogprobs
+from pegainfer.scheduler.plan import FinishReason, RequestUpdate
 
 __all__ = [
     "AbortRequests",
@@ -27,15 +25,6 @@ __all__ = [
     "StepUpdates",
     "ToEngine",
 ]
-
-
-class FinishReason(StrEnum):
-    """Why a request ended."""
-
-    stop = "stop"
-    length = "length"
-    abort = "abort"
-    error = "error"
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag=True):
@@ -63,32 +52,6 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Client to engine: leave now; whatever runs is aborted."""
-
-
-class RequestUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What one step changed for one request. The last update of a request carries `finish_reason`; none
-    follows it.
-
-    `stop_reason` is the stop token id that ended the request, None for the end-of-sequence token.
-    `num_cached_tokens` comes with the first update that carries tokens. Times are seconds by the engine's
-    monotonic clock: `queued_s` from arrival to first schedule, `prefill_s` from there to the first token,
-    `decode_s` to the last.
-    """
-
-    request_id: str
-    token_ids: list[int] = []
-    logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs] | None = None
-    finish_reason: FinishReason | None = None
-    stop_reason: int | None = None
-    error: str | None = None
-    error_param: str | None = None
-    error_status: int = 500
-    num_cached_tokens: int = 0
-    num_preemptions: int = 0
-    queued_s: float = 0.0
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
 
 
 class EngineStats(msgspec.Struct, frozen=True):

@@ -1,4 +1,5 @@
-"""The step contract: what the scheduler asks of a worker (`StepPlan`) and what comes back (`StepOutput`).
+"""The step contract: what the scheduler asks of a worker (`StepPlan`), what comes back (`StepOutput`), and
+what that means to the requests (`RequestUpdate`).
 
 Plain data without arrays, so that a plan can be broadcast to ranks. A step computes `num_tokens` tokens of
 each touched request, starting at `num_computed_tokens`: prefill, decode, a prefix hit and a chunk of a
@@ -7,11 +8,22 @@ prompt are the same thing.
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 import msgspec
 
 from pegainfer.sampling_params import SamplingParams
 
-__all__ = ["NewRequest", "SampledToken", "ScheduledRequest", "StepOutput", "StepPlan", "TokenLogprobs"]
+__all__ = [
+    "FinishReason",
+    "NewRequest",
+    "RequestUpdate",
+    "SampledToken",
+    "ScheduledRequest",
+    "StepOutput",
+    "StepPlan",
+    "TokenLogprobs",
+]
 
 
 class NewRequest(msgspec.Struct, frozen=True):
@@ -96,3 +108,39 @@ class StepOutput(msgspec.Struct, frozen=True):
 
     step_id: int
     sampled: list[SampledToken]
+
+
+class FinishReason(StrEnum):
+    """Why a request ended."""
+
+    stop = "stop"
+    length = "length"
+    abort = "abort"
+    error = "error"
+
+
+class RequestUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What one step changed for one request. The last update of a request carries `finish_reason`; none
+    follows it.
+
+    `stop_reason` is the stop token id that ended the request, None for the end-of-sequence token.
+    `num_cached_tokens`, `queued_s` and `prefill_s` come with the first update that carries tokens and with
+    the last one, `num_preemptions` and `decode_s` with the last. Times are seconds by the engine's monotonic
+    clock: `queued_s` from arrival to first schedule, `prefill_s` from there to the first token, `decode_s` to
+    the last.
+    """
+
+    request_id: str
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    error: str | None = None
+    error_param: str | None = None
+    error_status: int = 500
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    queued_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
