@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["api_keys", "cache_dir", "cpu_isa", "log_level", "native_disabled"]
+__all__ = ["api_keys", "cache_dir", "cpu_isa", "log_level", "native_disabled", "package_indexes"]
 
 
 def cache_dir() -> Path:
@@ -41,3 +41,12 @@ def cpu_isa() -> str | None:
 def native_disabled() -> bool:
     """`PEGAINFER_DISABLE_NATIVE=1`: run the CPU device on the NumPy references alone."""
     return os.environ.get("PEGAINFER_DISABLE_NATIVE", "0") not in ("", "0")
+
+
+def package_indexes() -> tuple[str, ...]:
+    """`UV_DEFAULT_INDEX`, `UV_INDEX_URL`, `PIP_INDEX_URL`, `PIP_EXTRA_INDEX_URL`: simple package indexes to
+    ask where there is no pip; then the public one.
+    """
+    names = ("UV_DEFAULT_INDEX", "UV_INDEX_URL", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL")
+    urls = [url for name in names for url in os.environ.get(name, "").split()]
+    return (*dict.fromkeys(urls), "https://pypi.org/simple")

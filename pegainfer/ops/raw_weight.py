@@ -41,8 +41,8 @@ class RawWeight:
         expected = (rows, self.format.row_bytes(columns))
         if self.data.dtype != np.uint8 or self.data.shape != expected:
             raise WeightsError(
-                f"a {self.format} weight of shape {list(self.shape)} needs uint8 data of shape {list(expected)}, "
-                f"got {self.data.dtype} of shape {list(self.data.shape)}"
+                f"a {self.format} weight of shape {list(self.shape)} needs uint8 data of shape "
+                f"{list(expected)}, got {self.data.dtype} of shape {list(self.data.shape)}"
             )
 
     @property

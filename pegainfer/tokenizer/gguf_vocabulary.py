@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -22,11 +22,11 @@ _SPACE = "\u2581"
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _TAIL = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_TAIL}"
-_QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_TAIL}"
-_QWEN35 = (
-    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_TAIL}"
-)
+_WORD, _SYMBOLS = r"[^\r\n\p{L}\p{N}]?\p{L}+", r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+_MARKED_WORD, _MARKED_SYMBOLS = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+", r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+_LLAMA3 = rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}{{1,3}}|{_SYMBOLS}|{_TAIL}"
+_QWEN2 = rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}|{_SYMBOLS}|{_TAIL}"
+_QWEN35 = rf"{_CONTRACTIONS}|{_MARKED_WORD}|\p{{N}}|{_MARKED_SYMBOLS}|{_TAIL}"
 # `tokenizer.ggml.pre` -> what splits words: a pattern, or the plain GPT-2 rule with or without single digits.
 _GPT2_PRE = ("default", "gpt-2", "gpt2", "phi-2", "olmo")
 _DIGITS_PRE = ("smollm", "starcoder", "refact", "command-r", "codeshell")
@@ -81,7 +81,7 @@ class _Vocabulary:
         kinds = metadata.get("tokenizer.ggml.token_type")
         if kinds is None:
             kinds = np.full(len(tokens), _NORMAL)
-        if not isinstance(kinds, np.ndarray) or len(kinds) != len(tokens):
+        if not isinstance(kinds, np.ndarray) or kinds.shape != (len(tokens),):
             raise self.error("tokenizer.ggml.token_type does not fit tokenizer.ggml.tokens")
         # Trailing unused entries only pad the embedding.
         used = np.flatnonzero(kinds != _UNUSED)
@@ -138,7 +138,7 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
     elif pre == "default":
         logger.warning("the GGUF file names no pre-tokenizer; text is split as GPT-2 does")
     try:
-        pairs = [tuple(merge.split(" ")) for merge in merges]
+        pairs = [_pair(merge) for merge in merges]
         backend = Tokenizer(models.BPE(vocab=vocabulary.ids, merges=pairs, ignore_merges=llama3))
     except Exception as error:
         # The library raises bare Exceptions and TypeErrors for merges that do not fit the vocabulary.
@@ -148,6 +148,11 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
     backend.pre_tokenizer = split
     backend.decoder = decoders.ByteLevel()
     return backend, llama3
+
+
+def _pair(merge: str) -> tuple[str, str]:
+    left, _, right = merge.partition(" ")
+    return left, right
 
 
 def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
@@ -198,5 +203,6 @@ def _chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
     return {name: text for name, text in found.items() if isinstance(text, str)}
 
 
-def _is_strings(value: Any) -> bool:
+def _is_strings(value: Any) -> TypeGuard[list[str]]:
+    """Lists in the metadata hold strings; other arrays are NumPy's."""
     return isinstance(value, list) and bool(value)

@@ -43,7 +43,7 @@ def spelling_of(backend: tokenizers.Tokenizer) -> tuple[Spelling, bool]:
     kind of vocabulary.
     """
     decoder = backend.decoder
-    state = json.loads(decoder.__getstate__()) if decoder is not None else {"type": "no decoder"}
+    state: Any = json.loads(decoder.__getstate__()) if decoder is not None else {"type": "no decoder"}
     parts: list[dict[str, Any]] = state["decoders"] if state["type"] == "Sequence" else [state]
     kinds = {part["type"] for part in parts}
     if "ByteLevel" in kinds:
@@ -55,7 +55,8 @@ def spelling_of(backend: tokenizers.Tokenizer) -> tuple[Spelling, bool]:
         )
         return Spelling.sentencepiece, strips or prepends
     raise TokenizerError(
-        f"the tokenizer decodes with {', '.join(sorted(kinds))}; supported are byte-level BPE and SentencePiece"
+        f"the tokenizer decodes with {', '.join(sorted(kinds))}; "
+        "supported are byte-level BPE and SentencePiece vocabularies"
     )
 
 

@@ -22,9 +22,9 @@ class Tokenizer:
     """A loaded tokenizer.
 
     `named_tokens` are the texts that a chat template may refer to (`bos_token`, `eos_token`, ...);
-    `chat_templates` the model's own templates by name (`default`, `tool_use`, ...). `add_bos` forces or forbids
-    the beginning-of-sequence token in front of a raw prompt; None leaves it to the vocabulary's own rule.
-    Safe to use from several threads.
+    `chat_templates` the model's own templates by name (`default`, `tool_use`, ...). `add_bos` forces or
+    forbids the beginning-of-sequence token in front of a raw prompt; None leaves it to the vocabulary's own
+    rule. Safe to use from several threads.
     """
 
     def __init__(
@@ -79,8 +79,8 @@ class Tokenizer:
         """Token ids of `text`.
 
         `add_special_tokens` puts what the model wants around a raw prompt, and never a second
-        beginning-of-sequence token in front of one that the text has itself. Without `parse_special`, text that
-        spells a special token is ordinary text.
+        beginning-of-sequence token in front of one that the text has itself. Without `parse_special`, text
+        that spells a special token is ordinary text.
         """
         backend = self._backend if parse_special else self._plain
         own = add_special_tokens and self._prefix is None
@@ -149,8 +149,8 @@ class Tokenizer:
 def stop_token_ids(
     generation_config: Mapping[str, Any], config: Mapping[str, Any], tokenizer: Tokenizer | None
 ) -> tuple[int, ...]:
-    """Every token that ends an answer, the main one first: those of `generation_config.json`, of `config.json`
-    (outer and text part) and the tokenizer's. Raises `ConfigError` for values that are no token ids.
+    """Every token that ends an answer, the main one first: those of `generation_config.json`, those of
+    `config.json` (outer and text part) and the tokenizer's. Raises `ConfigError` for what is no token id.
     """
     text_config = config.get("text_config")
     sources: list[Mapping[str, Any]] = [generation_config, config]

@@ -73,9 +73,7 @@ _SKIPPED = ("model.visual.", "visual.", "vision_tower.", "model.vision_tower.", 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
-def canonical_names(
-    stored: Iterable[str], config: Mapping[str, Any], *, where: Path
-) -> dict[str, str]:
+def canonical_names(stored: Iterable[str], config: Mapping[str, Any], *, where: Path) -> dict[str, str]:
     """Canonical name -> stored name of the tensors that a text model can take.
 
     Left out: vision towers and projectors, `mtp.*`, layers from `num_hidden_layers` on (draft layers) and

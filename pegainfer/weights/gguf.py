@@ -23,7 +23,7 @@ __all__ = ["GgufFile", "GgufMetadata", "GgufTensor"]
 
 _MAX_DIMS = 4
 _STRING, _ARRAY, _BOOL = 8, 9, 7
-_SCALARS = {
+_SCALARS: dict[int, np.dtype[Any]] = {
     0: np.dtype("u1"), 1: np.dtype("i1"), 2: np.dtype("<u2"), 3: np.dtype("<i2"), 4: np.dtype("<u4"),
     5: np.dtype("<i4"), 6: np.dtype("<f4"), _BOOL: np.dtype("?"), 10: np.dtype("<u8"), 11: np.dtype("<i8"),
     12: np.dtype("<f8"),
@@ -100,7 +100,7 @@ class GgufFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._data = map_file(path)
-        self._view = memoryview(self._data)
+        self._view = self._data.data
         self._position = 0
         if self._take(4) != b"GGUF":
             raise self._error("this is not a GGUF file")
@@ -191,7 +191,8 @@ class GgufFile:
     ) -> GgufTensor:
         if shape[-1] % format.block_size:
             raise self._error(
-                f"tensor {name!r} has rows of {shape[-1]} values, not whole {format} blocks of {format.block_size}"
+                f"tensor {name!r} has rows of {shape[-1]} values, "
+                f"not whole {format} blocks of {format.block_size}"
             )
         nbytes = math.prod(shape[:-1]) * format.row_bytes(shape[-1])
         if start % alignment:
@@ -223,7 +224,7 @@ class GgufFile:
     def _take(self, count: int) -> bytes:
         start, stop = self._position, self._position + count
         if stop > self._data.size:
-            raise self._error(f"the header runs past the end at byte {self._data.size}; the file is truncated")
+            raise self._error(f"the header runs past the end of {self._data.size} bytes; it is truncated")
         self._position = stop
         return self._view[start:stop].tobytes()
 

@@ -218,12 +218,12 @@ def _sources(file: GgufFile, config: dict[str, Any]) -> dict[str, _Source]:
             new = f"model.layers.{int(match[1])}.{_BLOCK[match[2]]}.{match[3]}"
             count = heads.get(match[2]) if reordered else None
             if count is not None and (count < 1 or tensor.shape[0] % (2 * count)):
-                raise WeightsError(f"{file.path}: tensor {name!r} has {tensor.shape[0]} rows for {count} heads")
+                raise WeightsError(f"{file.path}: {name!r} has {tensor.shape[0]} rows for {count} heads")
             sources[new] = _Source(tensor, heads=count)
         elif stem in _TOP and kind in ("weight", "bias"):
             sources[f"{_TOP[stem]}.{kind}"] = _Source(tensor)
         elif name != _ROPE_FACTORS:
-            raise WeightsError(f"{file.path}: tensor {name!r:.80} is unknown for {config['model_type']} models")
+            raise WeightsError(f"{file.path}: {config['model_type']} models have no tensor {name!r:.80}")
     return sources
 
 

@@ -79,6 +79,6 @@ def _from_factors(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any]
 
 def _number(file: GgufFile, key: str, default: float) -> float:
     value = file.metadata.get(key, default)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
         raise WeightsError(f"{file.path}: metadata {key} must be a positive number")
     return float(value)

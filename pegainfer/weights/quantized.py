@@ -47,7 +47,7 @@ def _bytes(column: Groups) -> Blocks:
 
 def _pack(codes: np.ndarray[Any, Any]) -> Blocks:
     nibbles = codes.astype(np.uint8)
-    return nibbles[:, :16] | nibbles[:, 16:] << 4
+    return np.bitwise_or(nibbles[:, :16], np.left_shift(nibbles[:, 16:], np.uint8(4)))
 
 
 def _q8_0(groups: Groups) -> Blocks:

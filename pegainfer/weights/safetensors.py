@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import math
 import mmap
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -77,8 +78,7 @@ class SafetensorsFile:
         def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             entries = dict(pairs)
             if len(entries) < len(pairs):
-                seen: set[str] = set()
-                twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+                twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
                 raise self._error(f"the header names {twice!r} twice")
             return entries
 
@@ -137,7 +137,10 @@ class SafetensorsCheckpoint:
         self.generation_config = generation_config
         owners = _open_files(path)
         stored = canonical_names(owners, config, where=path)
-        self._tensors = {name: (owners[old], old) for name, old in stored.items()}
+        found = [(name, owners[old], old) for name, old in stored.items()]
+        # In the order of the bytes, so that loading reads the files from front to back.
+        found.sort(key=lambda item: (item[1].path.name, item[1].tensors[item[2]].start))
+        self._tensors = {name: (file, old) for name, file, old in found}
 
     def names(self) -> list[str]:
         return list(self._tensors)
@@ -171,7 +174,7 @@ def map_file(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return np.frombuffer(mapped, np.uint8)
 
 
-def _is_sizes(value: Any) -> bool:
+def _is_sizes(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
 
 
@@ -187,7 +190,8 @@ def _open_files(path: Path) -> dict[str, SafetensorsFile]:
     for file in map(SafetensorsFile, files):
         for name in file.tensors:
             if name in owners:
-                raise WeightsError(f"{path}: tensor {name!r} is in {owners[name].path.name} and {file.path.name}")
+                both = f"{owners[name].path.name} and {file.path.name}"
+                raise WeightsError(f"{path}: tensor {name!r} is in {both}")
             owners[name] = file
     return owners
 
@@ -202,11 +206,11 @@ def _open_shards(index: Path) -> dict[str, SafetensorsFile]:
     files: dict[str, SafetensorsFile] = {}
     for shard in sorted(set(weight_map.values())):
         if Path(shard).name != shard or shard in ("", ".", ".."):
-            raise WeightsError(f"{index}: shard {shard!r:.120} is not a plain file name in the same directory")
+            raise WeightsError(f"{index}: shard {shard!r:.120} is not the name of a file beside it")
         if not (index.parent / shard).is_file():
             raise WeightsError(f"{index.parent}: shard {shard} is missing; download it again")
         files[shard] = SafetensorsFile(index.parent / shard)
     for name, shard in weight_map.items():
         if name not in files[shard].tensors:
-            raise WeightsError(f"{index.parent / shard}: tensor {name!r} is listed in the index but not there")
+            raise WeightsError(f"{index.parent / shard}: tensor {name!r} of the index is not there")
     return {name: files[shard] for name, shard in weight_map.items()}
