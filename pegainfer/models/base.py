@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pegainfer.kvcache.spec import FullAttention
+from pegainfer.layers.parameters import ParameterTable
 from pegainfer.runtime.arena import Arena
 from pegainfer.runtime.tensor import Tensor
 
@@ -56,8 +57,8 @@ class ForwardBatch:
 
 
 class Model(Protocol):
-    """A model bound to a device. Calls only enqueue work on the device's stream; results live in the batch's
-    arena.
+    """A model bound to a device. Calls only enqueue work on the device's stream; results live in the arena
+    that they are given.
     """
 
     @property
@@ -71,11 +72,33 @@ class Model(Protocol):
         ...
 
     @property
+    def parameters(self) -> ParameterTable:
+        """The checkpoint tensors that the model takes."""
+        ...
+
+    @property
     def num_parameters(self) -> int: ...
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of device memory that the parameters take."""
+        ...
+
+    @property
+    def bytes_per_position(self) -> int:
+        """Bytes of device memory that `prepare` takes per position."""
+        ...
+
+    def prepare(self, max_positions: int) -> None:
+        """Make what depends on the longest context; called once, before the first step."""
+        ...
+
+    def forward_bytes(self, num_tokens: int) -> int:
+        """Arena memory of a `forward` of `num_tokens`."""
+        ...
+
+    def logits_bytes(self, num_rows: int) -> int:
+        """Arena memory of a `compute_logits` of `num_rows`."""
         ...
 
     def forward(self, batch: ForwardBatch) -> Tensor:

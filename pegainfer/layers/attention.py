@@ -1,0 +1,160 @@
+"""Self-attention with grouped heads over the paged KV cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from pegainfer.kvcache.spec import FullAttention
+from pegainfer.layers.linear import Linear, Piece
+from pegainfer.layers.parameters import BuildContext, Parameter
+from pegainfer.layers.rotary import RotaryEmbedding
+from pegainfer.layers.scratch import RowScratch
+from pegainfer.ops.attention import AttentionFacts, paged_attention
+from pegainfer.ops.op import bind
+from pegainfer.ops.rope import QkvRopeFacts, qkv_rope_write
+from pegainfer.runtime.arena import Arena
+from pegainfer.runtime.tensor import Tensor
+
+__all__ = ["AttentionInputs", "AttentionSizes", "PagedKv", "SelfAttention"]
+
+
+class AttentionInputs(Protocol):
+    """What attention reads of a step: the fields of `ForwardBatch` that it needs."""
+
+    @property
+    def positions(self) -> Tensor: ...
+
+    @property
+    def slot_mapping(self) -> Tensor: ...
+
+    @property
+    def query_start_loc(self) -> Tensor: ...
+
+    @property
+    def seq_lens(self) -> Tensor: ...
+
+    @property
+    def block_tables(self) -> Tensor: ...
+
+    @property
+    def arena(self) -> Arena: ...
+
+
+class PagedKv(Protocol):
+    """One layer's part of the cache: `LayerKv`."""
+
+    @property
+    def memory(self) -> Tensor: ...
+
+    @property
+    def block_stride(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSizes:
+    """Sizes of one layer. `qk_norm_eps` is set where queries and keys are normalised per head."""
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm_eps: float | None = None
+
+
+class SelfAttention:
+    """`residual += o(attention(rope(norm(q(x))), rope(norm(k(x))), v(x)))`, causal, scale `head_dim^-0.5`."""
+
+    def __init__(
+        self, context: BuildContext, name: str, sizes: AttentionSizes, *, rotary: RotaryEmbedding
+    ) -> None:
+        heads, kv_heads, head_dim = sizes.num_heads, sizes.num_kv_heads, sizes.head_dim
+        self.kv_spec = FullAttention(kv_heads, head_dim, context.kv_dtype)
+        self._rotary = rotary
+        self._qkv = Linear(
+            context,
+            [
+                Piece(f"{name}.q_proj", heads * head_dim),
+                Piece(f"{name}.k_proj", kv_heads * head_dim),
+                Piece(f"{name}.v_proj", kv_heads * head_dim),
+            ],
+            in_features=sizes.hidden_size,
+            bias=sizes.qkv_bias,
+        )
+        self._q_norm: Parameter | None = None
+        self._k_norm: Parameter | None = None
+        if sizes.qk_norm_eps is not None:
+            self._q_norm = context.table.vector([f"{name}.q_norm.weight"], [head_dim])
+            self._k_norm = context.table.vector([f"{name}.k_norm.weight"], [head_dim])
+        self._rope = bind(
+            qkv_rope_write,
+            QkvRopeFacts(
+                num_heads=heads,
+                num_kv_heads=kv_heads,
+                head_dim=head_dim,
+                rotary_dim=rotary.rotary_dim,
+                qk_norm=sizes.qk_norm_eps is not None,
+                eps=sizes.qk_norm_eps or 0.0,
+                act=context.act,
+                kv_dtype=context.kv_dtype,
+                block_size=context.block_size,
+            ),
+            context.device,
+        )
+        self._attention = bind(
+            paged_attention,
+            AttentionFacts(
+                num_heads=heads,
+                num_kv_heads=kv_heads,
+                head_dim=head_dim,
+                scale=head_dim**-0.5,
+                act=context.act,
+                kv_dtype=context.kv_dtype,
+                block_size=context.block_size,
+            ),
+            context.device,
+        )
+        self._output = Linear(
+            context,
+            [Piece(f"{name}.o_proj", sizes.hidden_size)],
+            in_features=heads * head_dim,
+            bias=sizes.output_bias,
+            accumulate=True,
+        )
+        width = heads * head_dim
+        self._scratch = RowScratch(
+            ((width + 2 * kv_heads * head_dim, context.act), (width, context.act), (width, context.act))
+        )
+
+    def __call__(self, x: Tensor, residual: Tensor, inputs: AttentionInputs, kv: PagedKv) -> None:
+        """`x` and `residual` `[T, hidden_size]`; writes this step's keys and values to `kv` first."""
+        with inputs.arena.scope():
+            qkv, queries, mixed = self._scratch.take(inputs.arena, x.shape[0])
+            self._qkv(x, qkv)
+            self._rope(
+                qkv=qkv,
+                positions=inputs.positions,
+                slot_mapping=inputs.slot_mapping,
+                cos_sin=self._rotary.cos_sin,
+                q_norm=self._q_norm.tensor if self._q_norm is not None else None,
+                k_norm=self._k_norm.tensor if self._k_norm is not None else None,
+                kv=kv.memory,
+                kv_block_stride=kv.block_stride,
+                out=queries,
+            )
+            self._attention(
+                q=queries,
+                kv=kv.memory,
+                kv_block_stride=kv.block_stride,
+                block_tables=inputs.block_tables,
+                query_start_loc=inputs.query_start_loc,
+                seq_lens=inputs.seq_lens,
+                out=mixed,
+            )
+            self._output(mixed, residual)
+
+    def arena_bytes(self, num_tokens: int) -> int:
+        """Arena memory of a call."""
+        return self._scratch.nbytes(num_tokens)

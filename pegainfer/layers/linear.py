@@ -1,0 +1,111 @@
+"""Linear layers: several checkpoint matrices over the same input become one multiplication where possible."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from pegainfer.layers.parameters import BuildContext, Parameter
+from pegainfer.ops.linear import LinearFacts, linear
+from pegainfer.ops.op import Launcher, bind
+from pegainfer.runtime.dtypes import WeightFormat
+from pegainfer.runtime.tensor import Tensor
+
+__all__ = ["Linear", "Piece"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a linear layer: the checkpoint prefix (without `.weight`) and its number of outputs."""
+
+    name: str
+    out_features: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Neighbouring pieces of one format: one packed weight, one launch, columns `[start, stop)` of the
+    output.
+    """
+
+    launch: Launcher
+    weight: Parameter
+    bias: Parameter | None
+    start: int
+    stop: int
+
+
+class Linear:
+    """`out = x W^T + b`, or `out += ...` with `accumulate`.
+
+    The outputs of the pieces stand side by side. A checkpoint may store them in different formats; then each
+    run of equal formats is a launch of its own.
+    """
+
+    def __init__(
+        self,
+        context: BuildContext,
+        pieces: Sequence[Piece],
+        *,
+        in_features: int,
+        bias: bool = False,
+        accumulate: bool = False,
+    ) -> None:
+        self.in_features = in_features
+        self.out_features = sum(piece.out_features for piece in pieces)
+        self._groups: list[_Group] = []
+        start = 0
+
+        def format_of(piece: Piece) -> WeightFormat:
+            return context.table.format_of(f"{piece.name}.weight")
+
+        for format, members in groupby(pieces, format_of):
+            group = list(members)
+            stop = start + sum(piece.out_features for piece in group)
+            self._groups.append(
+                _make_group(context, group, (start, stop), format, in_features, bias, accumulate)
+            )
+            start = stop
+
+    @property
+    def packed_weight(self) -> Parameter:
+        """The weight of a layer of one piece, for whoever shares it (a tied embedding)."""
+        assert len(self._groups) == 1
+        return self._groups[0].weight
+
+    def __call__(self, x: Tensor, out: Tensor) -> None:
+        """`x` `[T, in_features]`, `out` `[T, out_features]`."""
+        whole = len(self._groups) == 1
+        for group in self._groups:
+            group.launch(
+                x=x,
+                weight=group.weight.tensor,
+                bias=group.bias.tensor if group.bias is not None else None,
+                out=out if whole else out.slice(1, group.start, group.stop),
+            )
+
+
+def _make_group(
+    context: BuildContext,
+    pieces: list[Piece],
+    columns: tuple[int, int],
+    format: WeightFormat,
+    in_features: int,
+    has_bias: bool,
+    accumulate: bool,
+) -> _Group:
+    start, stop = columns
+    sizes = [piece.out_features for piece in pieces]
+    facts = LinearFacts(in_features, stop - start, format, context.act, has_bias, accumulate)
+    launch = bind(linear, facts, context.device)
+    weight = context.table.matrix(
+        [f"{piece.name}.weight" for piece in pieces],
+        sizes,
+        in_features,
+        format=format,
+        pack=launch.pack,
+        nbytes=launch.packed_bytes(),
+    )
+    bias = context.table.vector([f"{piece.name}.bias" for piece in pieces], sizes) if has_bias else None
+    return _Group(launch, weight, bias, start, stop)

@@ -1,0 +1,56 @@
+"""Recorded forwards by step size: a step whose sizes were seen before is replayed, not launched anew."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from pegainfer.runtime.device import Device, Graph
+
+__all__ = ["GraphCache", "GraphKey"]
+
+ResultT = TypeVar("ResultT")
+
+GraphKey = tuple[int, int, int]
+"""`(num_tokens, num_requests, num_logits)`."""
+
+
+class GraphCache(Generic[ResultT]):
+    """The `capacity` most recently used graphs, each with what its forward returned (tensors at fixed
+    addresses).
+    """
+
+    def __init__(self, device: Device, *, capacity: int = 256) -> None:
+        self._stream = device.stream
+        self._capacity = capacity
+        self._entries: OrderedDict[GraphKey, tuple[Graph, ResultT]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def run(self, key: GraphKey, forward: Callable[[], ResultT]) -> ResultT:
+        """Enqueue the graph of `key`, recording `forward` first if there is none."""
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = self._entries[key] = self._capture(forward)
+            if len(self._entries) > self._capacity:
+                self._entries.popitem(last=False)
+        else:
+            self._entries.move_to_end(key)
+        graph, result = entry
+        graph.replay()
+        return result
+
+    def clear(self) -> None:
+        """Forget every graph."""
+        self._entries.clear()
+
+    def _capture(self, forward: Callable[[], ResultT]) -> tuple[Graph, ResultT]:
+        self._stream.begin_capture()
+        try:
+            result = forward()
+        except BaseException:
+            self._stream.end_capture()
+            raise
+        return self._stream.end_capture(), result

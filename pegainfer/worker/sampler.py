@@ -1,0 +1,168 @@
+"""Sampling on the device: launches the sampling ops over slices of logits and reads what they yield.
+
+Knows nothing of scheduling; a row is whatever `InputBatch` gave to a request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pegainfer.ops.op import Launcher, bind
+from pegainfer.ops.sampling import SamplingFacts, sample, token_logprobs
+from pegainfer.runtime.device import Device
+from pegainfer.runtime.dtypes import DType
+from pegainfer.runtime.tensor import Tensor
+from pegainfer.scheduler.plan import TokenLogprobs
+from pegainfer.worker.input_batch import InputBatch
+from pegainfer.worker.sampling_inputs import SamplingInputs, slice_arguments
+
+__all__ = ["Sampler", "SamplingStep", "ScoredTokens"]
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredTokens:
+    """Device arrays with the log-probability and rank of one token per row, and of the most likely ones."""
+
+    logprobs: Tensor  # float32 [rows]
+    ranks: Tensor  # int32 [rows]
+    top_ids: Tensor  # int32 [rows, width]
+    top_logprobs: Tensor  # float32 [rows, width]
+
+    @classmethod
+    def empty(cls, device: Device, num_rows: int, width: int) -> ScoredTokens:
+        """Uninitialised arrays for up to `width` alternatives per row."""
+        return cls(
+            device.empty((num_rows,), DType.float32),
+            device.empty((num_rows,), DType.int32),
+            device.empty((num_rows, width), DType.int32),
+            device.empty((num_rows, width), DType.float32),
+        )
+
+    def arguments(self, start: int, stop: int) -> dict[str, Tensor]:
+        """The rows `[start, stop)` as arguments of the ops that write them."""
+        return {
+            "logprobs": self.logprobs.slice(0, start, stop),
+            "ranks": self.ranks.slice(0, start, stop),
+            "top_ids": self.top_ids.slice(0, start, stop),
+            "top_logprobs": self.top_logprobs.slice(0, start, stop),
+        }
+
+    def fetch(self, device: Device, token_ids: list[int], nums: list[int]) -> list[TokenLogprobs | None]:
+        """The first rows on the host: token `token_ids[i]` with `nums[i]` alternatives, None where that is
+        negative.
+        """
+        count = len(token_ids)
+        logprobs = device.to_numpy(self.logprobs.rows(count)).tolist()
+        ranks = device.to_numpy(self.ranks.rows(count)).tolist()
+        ids, values = (
+            device.to_numpy(self.top_ids.rows(count)),
+            device.to_numpy(self.top_logprobs.rows(count)),
+        )
+        return [
+            TokenLogprobs(token, logprobs[i], ranks[i], ids[i, :num].tolist(), values[i, :num].tolist())
+            if num >= 0
+            else None
+            for i, (token, num) in enumerate(zip(token_ids, nums, strict=True))
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingStep:
+    """One step's sampling under way: the launcher, its arguments by row, and where results appear."""
+
+    num_rows: int
+    launch: Launcher
+    arguments: dict[str, Tensor | None]
+    scored: ScoredTokens
+    num_logprobs: Array
+
+
+class Sampler:
+    """Binds the sampling ops for up to `max_num_seqs` rows.
+
+    At most `max_logprobs` alternatives are the common case; without that limit (-1) a row may ask for the
+    whole vocabulary, at the price of larger result arrays in its steps.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        *,
+        vocab_size: int,
+        decodable_vocab_size: int,
+        max_num_seqs: int,
+        max_logprobs: int,
+    ) -> None:
+        self.inputs = SamplingInputs(device, vocab_size=vocab_size, max_num_seqs=max_num_seqs)
+        self._device = device
+        self._sizes = (vocab_size, decodable_vocab_size)
+        self._max_num_seqs = max_num_seqs
+        self._width = min(max_logprobs if max_logprobs > 0 else 20, vocab_size)
+        self._launchers: dict[int, tuple[Launcher, Launcher]] = {}
+        self._bind(self._width)
+        self._sampled = device.empty((max_num_seqs,), DType.int32)
+        self._scored = ScoredTokens.empty(device, max_num_seqs, self._width)
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory of the fixed arrays."""
+        return self.inputs.nbytes + self._scored.top_ids.nbytes + self._scored.top_logprobs.nbytes
+
+    def begin(self, rows: Array, batch: InputBatch) -> SamplingStep:
+        """Prepare a step in which `rows` sample, in this order."""
+        arguments, nums = self.inputs.gather(rows, batch)
+        width = self._width_for(int(nums.max(initial=0)))
+        scored = self._scored
+        if width > self._width:
+            scored = ScoredTokens.empty(self._device, len(rows), width)
+        return SamplingStep(len(rows), self._bind(width)[0], arguments, scored, nums)
+
+    def sample(self, step: SamplingStep, logits: Tensor, *, start: int = 0) -> None:
+        """Enqueue the sampling of the step's rows from `start` on; `logits` may be overwritten."""
+        stop = start + logits.shape[0]
+        step.launch(
+            logits=logits,
+            sampled=self._sampled.slice(0, start, stop),
+            **slice_arguments(step.arguments, start, stop),
+            **step.scored.arguments(start, stop),
+        )
+
+    def collect(self, step: SamplingStep) -> tuple[list[int], list[TokenLogprobs | None]]:
+        """Token (-1: none could be chosen) and log-probabilities of each row, once the stream is done."""
+        token_ids = self._device.to_numpy(self._sampled.rows(step.num_rows)).tolist()
+        if step.num_logprobs.max(initial=-1) < 0:
+            return token_ids, [None] * step.num_rows
+        return token_ids, step.scored.fetch(self._device, token_ids, step.num_logprobs.tolist())
+
+    def begin_scores(self, num_rows: int, num_logprobs: int) -> ScoredTokens:
+        """Arrays for the log-probabilities of `num_rows` given tokens with `num_logprobs` alternatives."""
+        return ScoredTokens.empty(self._device, num_rows, self._width_for(num_logprobs))
+
+    def score(
+        self, logits: Tensor, targets: Tensor, scored: ScoredTokens, *, start: int, num_logprobs: int
+    ) -> None:
+        """Enqueue the scoring of `targets` int32 `[rows]` into the rows of `scored` from `start` on."""
+        _, launch = self._bind(scored.top_ids.shape[1])
+        launch(
+            logits=logits,
+            targets=targets,
+            num_logprobs=num_logprobs,
+            **scored.arguments(start, start + logits.shape[0]),
+        )
+
+    def _width_for(self, num_logprobs: int) -> int:
+        return self._width if num_logprobs <= self._width else self._sizes[0]
+
+    def _bind(self, width: int) -> tuple[Launcher, Launcher]:
+        launchers = self._launchers.get(width)
+        if launchers is None:
+            vocab_size, decodable = self._sizes
+            facts = SamplingFacts(vocab_size, decodable, width)
+            launchers = bind(sample, facts, self._device), bind(token_logprobs, facts, self._device)
+            self._launchers[width] = launchers
+        return launchers

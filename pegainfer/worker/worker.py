@@ -1,0 +1,210 @@
+"""`Worker`: one rank. Turns a `StepPlan` into device work and what it yields into a `StepOutput`."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from pegainfer.runtime.device import Device
+from pegainfer.runtime.tensor import Tensor
+from pegainfer.scheduler.plan import NewRequest, SampledToken, StepOutput, StepPlan, TokenLogprobs
+from pegainfer.worker.base import WorkerInfo
+from pegainfer.worker.input_batch import InputBatch, StepLayout
+from pegainfer.worker.model_runner import ModelRunner
+from pegainfer.worker.sampler import Sampler, SamplingStep, ScoredTokens
+
+__all__ = ["Worker"]
+
+_NO_TOKEN = (
+    "the model gave no token to choose: its logits are not finite or every token was excluded by the request"
+)
+_NOT_FINITE = "the log-probabilities of the prompt are not finite"
+
+
+@dataclass(frozen=True, slots=True)
+class _PromptScores:
+    """Which prompt tokens a step scores: request `i` of the step the next `counts[i]` rows of `scored`."""
+
+    scored: ScoredTokens
+    token_ids: list[int]
+    counts: dict[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    plan: StepPlan
+    layout: StepLayout | None = None
+    sampling: SamplingStep | None = None
+    prompt: _PromptScores | None = None
+
+
+class Worker:
+    """Implements `worker.base.Worker` on one device; one step is in flight at most."""
+
+    def __init__(
+        self, runner: ModelRunner, sampler: Sampler, batch: InputBatch, *, device: Device, info: WorkerInfo
+    ) -> None:
+        self._runner = runner
+        self._sampler = sampler
+        self._batch = batch
+        self._device = device
+        self._info = info
+        self._in_flight: deque[_InFlight] = deque()
+        self._errors: dict[int, str] = {}
+        self._prompt_logprobs: dict[int, int] = {}
+
+    @property
+    def info(self) -> WorkerInfo:
+        """What was decided while the worker was built."""
+        return self._info
+
+    def submit(self, plan: StepPlan) -> None:
+        """Enqueue a step."""
+        if len(self._in_flight) >= self._info.max_steps_in_flight:
+            raise RuntimeError("a step was submitted before the previous one was collected")
+        for request_id in plan.released:
+            self._forget(request_id)
+        for request in plan.new_requests:
+            self._add(request)
+        self._in_flight.append(self._launch(plan) if plan.scheduled else _InFlight(plan))
+
+    def collect(self) -> StepOutput:
+        """Wait for the oldest step and return what it yielded."""
+        step = self._in_flight.popleft()
+        if step.layout is None:
+            return StepOutput(step.plan.step_id, [])
+        self._device.stream.synchronize()
+        return StepOutput(step.plan.step_id, self._results(step, step.layout))
+
+    def close(self) -> None:
+        """Free the device."""
+        self._in_flight.clear()
+        self._device.close()
+
+    def _add(self, request: NewRequest) -> None:
+        self._forget(request.request_id)
+        error = self._problem(request)
+        if error is not None:
+            # The engine checks ids; should one slip through, its request runs on harmless ones and fails.
+            request = NewRequest(
+                request.request_id,
+                [0] * len(request.token_ids),
+                request.num_prompt_tokens,
+                request.params,
+                request.seed,
+            )
+        row = self._batch.add(request)
+        self._sampler.inputs.add(row, request)
+        if error is not None:
+            self._errors[row] = error
+        if request.params.prompt_logprobs is not None:
+            self._prompt_logprobs[row] = self._sampler.inputs.width_of(request.params.prompt_logprobs)
+
+    def _problem(self, request: NewRequest) -> str | None:
+        low, high = min(request.token_ids), max(request.token_ids)
+        if low < 0 or high >= self._info.vocab_size:
+            return f"token ids must be in [0, {self._info.vocab_size}), got {low if low < 0 else high}"
+        return None
+
+    def _forget(self, request_id: str) -> None:
+        row = self._batch.remove(request_id)
+        if row is not None:
+            self._errors.pop(row, None)
+            self._prompt_logprobs.pop(row, None)
+
+    def _launch(self, plan: StepPlan) -> _InFlight:
+        layout = self._batch.prepare(plan.scheduled, self._runner.staging)
+        result = self._runner.forward(layout)
+        sampling = None
+        if len(layout.sampling):
+            sampling = self._sampler.begin(layout.rows[layout.sampling], self._batch)
+            if result.logits is not None:
+                self._sampler.sample(sampling, result.logits)
+            else:
+                self._sample_slices(result.hidden, sampling)
+        prompt = self._score_prompts(layout, result.hidden) if self._prompt_logprobs else None
+        return _InFlight(plan, layout, sampling, prompt)
+
+    def _sample_slices(self, hidden: Tensor, sampling: SamplingStep) -> None:
+        self._runner.each_logits(
+            hidden,
+            "sampled_rows",
+            sampling.num_rows,
+            lambda logits, start: self._sampler.sample(sampling, logits, start=start),
+        )
+
+    def _score_prompts(self, layout: StepLayout, hidden: Tensor) -> _PromptScores | None:
+        """Enqueue the scoring of the prompt tokens that follow the computed positions."""
+        host = self._runner.staging.host
+        counts: dict[int, int] = {}
+        total, widest = 0, 0
+        for index, row in enumerate(layout.rows.tolist()):
+            width = self._prompt_logprobs.get(row)
+            if width is None:
+                continue
+            start, offset = int(layout.starts[index]), int(layout.offsets[index])
+            count = min(int(layout.counts[index]), int(self._batch.num_prompt_tokens[row]) - 1 - start)
+            if count <= 0:
+                continue
+            host["scored_rows"][total : total + count] = np.arange(offset, offset + count)
+            host["scored_tokens"][total : total + count] = self._batch.tokens[
+                row, start + 1 : start + 1 + count
+            ]
+            counts[index] = count
+            total, widest = total + count, max(widest, width)
+        if not counts:
+            return None
+        scored = self._sampler.begin_scores(total, widest)
+        targets = self._runner.staging.tensors["scored_tokens"]
+
+        def score(logits: Tensor, start: int) -> None:
+            stop = start + logits.shape[0]
+            self._sampler.score(
+                logits, targets.slice(0, start, stop), scored, start=start, num_logprobs=widest
+            )
+
+        self._runner.each_logits(hidden, "scored_rows", total, score)
+        return _PromptScores(scored, host["scored_tokens"][:total].tolist(), counts)
+
+    def _results(self, step: _InFlight, layout: StepLayout) -> list[SampledToken]:
+        tokens, logprobs = self._sampled(step, layout)
+        prompts = self._prompt_results(step.prompt, layout) if step.prompt is not None else {}
+        results = []
+        for index, entry in enumerate(step.plan.scheduled):
+            token_id, prompt = tokens.get(index), prompts.get(index)
+            error = self._errors.get(int(layout.rows[index])) if self._errors else None
+            if error is None and token_id is not None and token_id < 0:
+                error = _NO_TOKEN
+            if error is None and prompt is not None and not all(np.isfinite(p.logprob) for p in prompt):
+                error = _NOT_FINITE
+            if error is not None:
+                results.append(SampledToken(entry.request_id, error=error))
+            else:
+                results.append(SampledToken(entry.request_id, token_id, logprobs.get(index), prompt))
+        return results
+
+    def _sampled(
+        self, step: _InFlight, layout: StepLayout
+    ) -> tuple[dict[int, int], dict[int, TokenLogprobs | None]]:
+        """Tokens and log-probabilities by index in the step; the tokens become known to their rows."""
+        if step.sampling is None:
+            return {}, {}
+        token_ids, logprobs = self._sampler.collect(step.sampling)
+        # A row without a token fails; what is appended to it is never computed.
+        self._batch.append_tokens(layout.rows[layout.sampling], np.maximum(np.array(token_ids, np.int64), 0))
+        indices = layout.sampling.tolist()
+        return dict(zip(indices, token_ids, strict=True)), dict(zip(indices, logprobs, strict=True))
+
+    def _prompt_results(self, prompt: _PromptScores, layout: StepLayout) -> dict[int, list[TokenLogprobs]]:
+        nums = [
+            self._prompt_logprobs[int(layout.rows[index])]
+            for index, count in prompt.counts.items()
+            for _ in range(count)
+        ]
+        scores = iter(prompt.scored.fetch(self._device, prompt.token_ids, nums))
+        return {
+            index: [score for score, _ in zip(scores, range(count), strict=False) if score is not None]
+            for index, count in prompt.counts.items()
+        }
