@@ -1,34 +1,33 @@
 // RMSNorm of one row; also used per head, in front of the rotary embedding.
 #pragma once
 
-#include <cmath>
-
-#include "cpu/lanes.h"
+#include "cpu/simd.h"
 
 namespace pega {
 
 // `out` may be `x`.
 PEGA_INLINE void rms_norm(const float* x, const float* weight, float* out, int64_t size, float eps) {
-    Floats squares[4] = {};
+    Vec squares[4] = {Vec::zero(), Vec::zero(), Vec::zero(), Vec::zero()};
     int64_t i = 0;
-    for (; i + 4 * lane_count <= size; i += 4 * lane_count) {
-        PEGA_UNROLL for (int chain = 0; chain < 4; chain++) {
-            const Floats value = load(x + i + chain * lane_count);
-            squares[chain] = multiply_add(value, value, squares[chain]);
+    for (; i + 4 * Vec::width <= size; i += 4 * Vec::width) {
+        for (int chain = 0; chain < 4; chain++) {
+            const Vec value = Vec::load(x + i + chain * Vec::width);
+            squares[chain] = fma(value, value, squares[chain]);
         }
     }
-    for (; i < size; i += lane_count) {
-        const Floats value = load_first(x + i, size - i);
-        squares[0] = multiply_add(value, value, squares[0]);
+    for (; i + Vec::width <= size; i += Vec::width) squares[0] = fma(Vec::load(x + i), Vec::load(x + i), squares[0]);
+    if (i < size) {
+        const Vec value = Vec::load_partial(x + i, size - i);
+        squares[0] = fma(value, value, squares[0]);
     }
-    const float mean_square =
-        sum((squares[0] + squares[1]) + (squares[2] + squares[3])) / static_cast<float>(size);
-    const Floats factor = broadcast(1.0f / std::sqrt(mean_square + eps));
-    for (i = 0; i + lane_count <= size; i += lane_count) {
-        store(out + i, load(x + i) * factor * load(weight + i));
+    const float total = reduce_add((squares[0] + squares[1]) + (squares[2] + squares[3]));
+    const Vec factor = Vec::set(1.0f / std::sqrt(total / static_cast<float>(size) + eps));
+    for (i = 0; i + Vec::width <= size; i += Vec::width) {
+        (Vec::load(x + i) * factor * Vec::load(weight + i)).store(out + i);
     }
     if (i < size) {
-        store_first(out + i, load_first(x + i, size - i) * factor * load_first(weight + i, size - i), size - i);
+        const int64_t left = size - i;
+        (Vec::load_partial(x + i, left) * factor * Vec::load_partial(weight + i, left)).store_partial(out + i, left);
     }
 }
 

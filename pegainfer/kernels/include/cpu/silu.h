@@ -1,22 +1,19 @@
 // SwiGLU of a stretch of values: out = gate / (1 + exp(-gate)) * up.
 #pragma once
 
-#include "cpu/lanes.h"
+#include "cpu/simd.h"
 
 namespace pega {
 
-PEGA_INLINE Floats silu(Floats x) {
-    const Floats one = broadcast(1.0f), zero = broadcast(0.0f);
-    const Floats power = exp_nonpositive(zero - absolute(x));
-    return x * where_less(x, zero, power, one) / (one + power);
-}
+PEGA_INLINE Vec silu(Vec x) { return x / (Vec::set(1.0f) + exp(Vec::zero() - x)); }
 
 // `out` may be `gate`.
 PEGA_INLINE void silu_and_mul(const float* gate, const float* up, float* out, int64_t count) {
     int64_t i = 0;
-    for (; i + lane_count <= count; i += lane_count) store(out + i, silu(load(gate + i)) * load(up + i));
+    for (; i + Vec::width <= count; i += Vec::width) (silu(Vec::load(gate + i)) * Vec::load(up + i)).store(out + i);
     if (i < count) {
-        store_first(out + i, silu(load_first(gate + i, count - i)) * load_first(up + i, count - i), count - i);
+        const int64_t left = count - i;
+        (silu(Vec::load_partial(gate + i, left)) * Vec::load_partial(up + i, left)).store_partial(out + i, left);
     }
 }
 
