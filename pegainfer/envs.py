@@ -7,7 +7,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["api_keys", "cache_dir", "cpu_isa", "log_level", "native_disabled", "package_indexes"]
+__all__ = [
+    "api_keys",
+    "cache_dir",
+    "cpu_isa",
+    "log_level",
+    "native_disabled",
+    "openai_api_key",
+    "package_indexes",
+]
 
 
 def cache_dir() -> Path:
@@ -50,3 +58,8 @@ def package_indexes() -> tuple[str, ...]:
     names = ("UV_DEFAULT_INDEX", "UV_INDEX_URL", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL")
     urls = [url for name in names for url in os.environ.get(name, "").split()]
     return (*dict.fromkeys(urls), "https://pypi.org/simple")
+
+
+def openai_api_key() -> str | None:
+    """`OPENAI_API_KEY`: key that the bench and chat clients present to a server."""
+    return os.environ.get("OPENAI_API_KEY") or None

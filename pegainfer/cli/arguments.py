@@ -36,8 +36,8 @@ T = TypeVar("T")
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """The parser of one verb. Every wrong argument raises `ConfigError`; values that were not given are absent
-    from the namespace.
+    """The parser of one verb. Every wrong argument raises `ConfigError`; values that were not given are
+    absent from the namespace.
     """
 
     def __init__(self, verb: str, description: str, *, examples: Sequence[str] = ()) -> None:
@@ -67,7 +67,7 @@ class ArgumentParser(argparse.ArgumentParser):
         self._has_model = True
 
     def add_engine_options(self) -> None:
-        """Everything an engine can be told, and `--config`. Flags of vLLM that mean nothing here are known too."""
+        """Everything an engine can be told. Flags of vLLM that mean nothing here are known too."""
         self._takes_engine_flags = True
         self.add_options(ModelOptions, "Model")
         self.add_options(LoadOptions, "Loading")

@@ -6,6 +6,7 @@ with a note, and everything else is refused by name: a flag that is silently ign
 
 from __future__ import annotations
 
+import itertools
 import sys
 from dataclasses import dataclass
 
@@ -125,8 +126,8 @@ _FLAGS = {
 
 
 def drop_foreign(words: list[str]) -> list[str]:
-    """`words` without the flags that ask for nothing; raises `ConfigError` for those that ask for something we
-    do not do. Notes go to stderr.
+    """`words` without the flags that ask for nothing; raises `ConfigError` for those that ask for something
+    we do not do. Notes go to stderr.
     """
     kept: list[str] = []
     index = 0
@@ -139,14 +140,10 @@ def drop_foreign(words: list[str]) -> list[str]:
             kept.append(words[index - 1])
             continue
         values = [inline] if equals else []
-        while (
-            not equals
-            and index < len(words)
-            and len(values) < flag.arity
-            and not words[index].startswith("--")
-        ):
-            values.append(words[index])
-            index += 1
+        if not equals:
+            room = words[index : index + flag.arity]
+            values = list(itertools.takewhile(lambda word: not word.startswith("--"), room))
+            index += len(values)
         if negated or (values and values[0].lower() in flag.harmless):
             continue
         if flag.arity and not values:

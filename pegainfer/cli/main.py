@@ -37,7 +37,7 @@ _EXAMPLES = """examples:
   pegainfer generate smollm2 "The capital of France is"
   pegainfer bench serve --port 8000 --num-prompts 100 --max-concurrency 8
 
-`pegainfer COMMAND --help` lists the flags of a command, `pegainfer COMMAND --help=WORD` those that mention WORD.
+`pegainfer COMMAND --help` lists the flags of a command, `--help=WORD` those that mention WORD.
 """
 
 

@@ -13,7 +13,7 @@ def run(arguments: list[str]) -> int:
     """Serve until SIGTERM or Ctrl-C; the exit code is the server's."""
     parser = ArgumentParser(
         "serve",
-        "Serve a model over an OpenAI-compatible HTTP API. The model is fetched when it is not on this machine.",
+        "Serve a model over an OpenAI-compatible HTTP API. The model is fetched when missing.",
         examples=(
             "pegainfer serve smollm2",
             "pegainfer serve ./Qwen3-0.6B --max-model-len 8k --port 9000",

@@ -1,0 +1,1 @@
+"""Benchmark commands: a load generator for any OpenAI-compatible server, offline measurements, start-up."""
