@@ -11,6 +11,7 @@ import math
 import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -201,14 +202,21 @@ def convert(raw: RawWeight, format: WeightFormat, *, name: str = "tensor") -> Ra
 
 def release_pages(raw: RawWeight) -> None:
     """Take the pages of a mapped weight out of this process's memory; they are read again if touched."""
-    base = raw.data.base
-    if not isinstance(base, mmap.mmap) or not raw.data.flags.c_contiguous:
+    mapped = _mapping_of(raw.data)
+    if mapped is None or not raw.data.flags.c_contiguous:
         return
-    start = raw.data.ctypes.data - np.frombuffer(base, np.uint8).ctypes.data
+    start = raw.data.ctypes.data - np.frombuffer(mapped, np.uint8).ctypes.data
     first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
     length = (start + raw.data.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
     if length > 0:
-        base.madvise(mmap.MADV_DONTNEED, first, length)
+        mapped.madvise(mmap.MADV_DONTNEED, first, length)
+
+
+def _mapping_of(array: Any) -> mmap.mmap | None:
+    """The memory map that an array is a view of."""
+    while array is not None and not isinstance(array, mmap.mmap):
+        array = array.obj if isinstance(array, memoryview) else getattr(array, "base", None)
+    return array
 
 
 def _with_minimum(raw: RawWeight) -> RawWeight:
