@@ -24,9 +24,11 @@ FactsT = TypeVar("FactsT")
 
 
 class Launcher(Protocol):
-    """A bound op: enqueues its work on the device's stream. Tensors and Python scalars by keyword."""
+    """A bound op: enqueues its work on the device's stream. Tensors and Python scalars, all by keyword: the
+    signature admits any, so that each provider can spell out its own.
+    """
 
-    def __call__(self, **arguments: Any) -> None: ...
+    def __call__(self, *nothing: Any, **arguments: Any) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
