@@ -30,7 +30,7 @@ from pegainfer.config import (
 )
 from pegainfer.errors import ConfigError
 
-__all__ = ["ArgumentParser", "engine_config", "make", "server_options"]
+__all__ = ["ArgumentParser", "as_words", "engine_config", "make", "server_options"]
 
 T = TypeVar("T")
 
@@ -75,12 +75,12 @@ class ArgumentParser(argparse.ArgumentParser):
         self.add_options(SchedulerOptions, "Scheduler")
         self.add_options(EngineConfig, "Device")
 
-    def add_options(self, options: type, title: str) -> None:
-        """One group of flags, from the fields of `options` that carry metadata."""
+    def add_options(self, options: type, title: str, *, only: Sequence[str] = ()) -> None:
+        """One group of flags, from the fields of `options` (or those named by `only`) that carry metadata."""
         group = self.add_argument_group(title)
         hints = get_type_hints(options)
         for field in dataclasses.fields(options):
-            if "help" in field.metadata:
+            if "help" in field.metadata and (not only or field.name in only):
                 action = _add_flag(group, field, hints[field.name])
                 self._flags_of.setdefault(title, []).append(action)
 
@@ -181,6 +181,17 @@ def engine_config(namespace: argparse.Namespace) -> EngineConfig:
     parts = (ModelOptions, LoadOptions, CacheOptions, SchedulerOptions, EngineConfig)
     names = {field.name for part in parts for field in dataclasses.fields(part) if "help" in field.metadata}
     return EngineConfig.from_flat(**{k: v for k, v in vars(namespace).items() if k in names})
+
+
+def as_words(namespace: argparse.Namespace, *, exclude: type) -> list[str]:
+    """The command line that gives the same namespace again, without the flags of `exclude` and `--config`."""
+    kind: Any = exclude
+    left_out = {field.name for field in dataclasses.fields(kind)} | {"config", "model_word"}
+    words: list[str] = []
+    for name, value in vars(namespace).items():
+        if name not in left_out and value is not None:
+            words += _as_words(f"--{name.replace('_', '-')}", value)
+    return words
 
 
 def server_options(namespace: argparse.Namespace) -> ServerOptions:
@@ -310,7 +321,7 @@ def _as_words(flag: str, value: Any) -> list[str]:
         return [flag if value else f"--no-{flag.removeprefix('--')}"]
     if isinstance(value, dict):
         return [f"{flag}={json.dumps(value)}"]
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [f"{flag}={json.dumps(value)}"]
     return [f"{flag}={value}"]
 
