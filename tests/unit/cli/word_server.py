@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -71,6 +73,10 @@ class _Handler(BaseHTTPRequestHandler):
         with state.lock:
             state.running += 1
             state.peak = max(state.peak, state.running)
+        if not body.get("stream"):
+            state.running -= 1
+            self._json(200, {"choices": [{"index": 0, "text": " 0", "finish_reason": "length"}]})
+            return
         count = body.get("max_tokens") or body.get("max_completion_tokens")
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
@@ -135,3 +141,21 @@ def running_word_server() -> Iterator[WordServer]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def main() -> None:
+    """A process of its own: `--child` has a child, `--die` leaves at once, `--mute` never listens."""
+    if "--die" in sys.argv:
+        print("starting\npegainfer: error: no model here", flush=True)
+        sys.exit(3)
+    if "--child" in sys.argv:
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    if "--mute" in sys.argv:
+        time.sleep(600)
+    server = _Server(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), _Handler)
+    server.state = WordServer()
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()
