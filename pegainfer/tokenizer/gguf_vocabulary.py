@@ -57,14 +57,15 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], *, where: Path) -> OurToken
         added = AddedToken(token, special=special, normalized=False)
         (backend.add_special_tokens if special else backend.add_tokens)([added])
     named = vocabulary.named_tokens()
-    prefix = vocabulary.flag("add_bos_token", adds_bos) and "bos_token" in named
-    suffix = vocabulary.flag("add_eos_token", False) and "eos_token" in named
-    used = [named["bos_token"]] * prefix, [named["eos_token"]] * suffix
+    prefix = (
+        [named["bos_token"]] if vocabulary.flag("add_bos_token", adds_bos) and "bos_token" in named else []
+    )
+    suffix = [named["eos_token"]] if vocabulary.flag("add_eos_token", False) and "eos_token" in named else []
     if prefix or suffix:
         backend.post_processor = processors.TemplateProcessing(
-            single=[*used[0], "$A", *used[1]],
-            pair=[*used[0], "$A", "$B", *used[1]],
-            special_tokens=[(token, backend.token_to_id(token)) for token in {*used[0], *used[1]}],
+            single=[*prefix, "$A", *suffix],
+            pair=[*prefix, "$A", "$B", *suffix],
+            special_tokens=[(token, backend.token_to_id(token)) for token in {*prefix, *suffix}],
         )
     return OurTokenizer(backend, named_tokens=named, chat_templates=_chat_templates(metadata))
 

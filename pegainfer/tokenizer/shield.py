@@ -1,14 +1,17 @@
 """Keeping client text from spelling control tokens in a rendered chat.
 
-Before rendering, every special token's text inside client strings is replaced by one private character; what
-still spells a special token after rendering is the template's own. Templates may trim, split and test the
-strings as usual.
+Before rendering, every special token's text inside client strings is replaced by one private character, and
+so are the beginnings and ends of one at the edges of a string, which could complete each other. What still
+spells a special token after rendering is the template's own. Templates may trim, split and test the strings
+as usual.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from pegainfer.tokenizer.tokenizer import Tokenizer
@@ -18,29 +21,45 @@ __all__ = ["Shield"]
 _PRIVATE = range(0x100000, 0x10FFFE)
 
 
+@dataclass(frozen=True, slots=True)
+class _Rules:
+    """What to look for: special tokens, proper beginnings and proper ends of them."""
+
+    special: re.Pattern[str]
+    heads: frozenset[str]
+    tails: frozenset[str]
+    longest: int
+
+
+@lru_cache(maxsize=4)
+def _make_rules(special_tokens: tuple[str, ...]) -> _Rules | None:
+    longest_first = sorted(filter(None, special_tokens), key=len, reverse=True)
+    if not longest_first:
+        return None
+    return _Rules(
+        re.compile("|".join(map(re.escape, longest_first))),
+        frozenset(token[:size] for token in longest_first for size in range(1, len(token))),
+        frozenset(token[size:] for token in longest_first for size in range(1, len(token))),
+        len(longest_first[0]),
+    )
+
+
 class Shield:
-    """One rendering's replacements. `protect` client values, render, then `encode` and `restore` the text."""
+    """One rendering's replacements: `protect` client values, render, then `encode` and `restore` the text."""
 
     def __init__(self, special_tokens: Iterable[str]) -> None:
-        longest_first = sorted((token for token in special_tokens if token), key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+        self._rules = _make_rules(tuple(special_tokens))
         self._characters: dict[str, str] = {}
         self._originals: dict[str, str] = {}
         self._free: Iterator[int] = iter(())
 
     def protect(self, values: Any) -> Any:
-        """A copy of nested lists and objects whose strings (and keys) spell no special token, not even across
-        neighbouring strings.
+        """A copy of nested lists and objects none of whose strings and keys spells a special token, or a part
+        of one at its edge.
         """
-        texts = list(_strings(values))
-        taken = {ord(char) for char in set("".join(texts)) if char >= chr(_PRIVATE.start)}
+        taken = {ord(char) for text in _strings(values) if not text.isascii() for char in text}
         self._free = (code for code in _PRIVATE if code not in taken)
-        if self._special is None:
-            return values
-        changed = False
-        while spans := [match.span() for match in self._special.finditer("".join(texts))]:
-            texts, changed = self._replace(texts, spans), True
-        return _rebuild(values, iter(texts)) if changed else values
+        return self._copy(values) if self._rules is not None else values
 
     def marker(self) -> str:
         """A character that no client string contains."""
@@ -52,13 +71,13 @@ class Shield:
 
     def encode(self, text: str, tokenizer: Tokenizer) -> list[int]:
         """Token ids of a rendered text. Only special tokens that the template wrote are control tokens."""
-        if not self._originals or self._special is None:
+        if not self._originals or self._rules is None:
             return tokenizer.encode(text, add_special_tokens=False)
         private = re.compile("[" + "".join(self._originals) + "]")
         ids: list[int] = []
         trusted, position = "", 0
         # Text between two control tokens is encoded as a whole, so that it splits into words as always.
-        for match in [*self._special.finditer(text), None]:
+        for match in [*self._rules.special.finditer(text), None]:
             run = text[position : match.start() if match else len(text)]
             if private.search(run):
                 ids += tokenizer.encode(trusted, add_special_tokens=False)
@@ -71,19 +90,26 @@ class Shield:
                 position = match.end()
         return ids + tokenizer.encode(trusted, add_special_tokens=False)
 
-    def _replace(self, texts: list[str], spans: list[tuple[int, int]]) -> list[str]:
-        """`texts` with the parts of them that lie in `spans` of their concatenation replaced."""
-        replaced, start = [], 0
-        for text in texts:
-            pieces, position = [], 0
-            for low, high in spans:
-                low, high = max(low - start, 0), min(high - start, len(text))
-                if low < high:
-                    pieces += [text[position:low], self._character(text[low:high])]
-                    position = high
-            replaced.append("".join([*pieces, text[position:]]))
-            start += len(text)
-        return replaced
+    def _copy(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._disarm(value)
+        if isinstance(value, Mapping):
+            return {self._disarm(str(key)): self._copy(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._copy(item) for item in value]
+        return value
+
+    def _disarm(self, text: str) -> str:
+        """`text` with its dangerous parts replaced."""
+        rules = self._rules
+        assert rules is not None
+        text = rules.special.sub(lambda match: self._character(match[0]), text)
+        reach = range(min(rules.longest - 1, len(text)), 0, -1)
+        head = next((size for size in reach if text[-size:] in rules.heads), 0)
+        if head:
+            text = text[:-head] + self._character(text[-head:])
+        tail = next((size for size in reach if text[:size] in rules.tails), 0)
+        return self._character(text[:tail]) + text[tail:] if tail else text
 
     def _character(self, original: str) -> str:
         if original not in self._characters:
@@ -94,7 +120,7 @@ class Shield:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """All strings and keys, in the order of `_rebuild`."""
+    """All strings and keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -104,13 +130,3 @@ def _strings(value: Any) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _strings(item)
-
-
-def _rebuild(value: Any, texts: Iterator[str]) -> Any:
-    if isinstance(value, str):
-        return next(texts)
-    if isinstance(value, Mapping):
-        return {next(texts): _rebuild(item, texts) for item in value.values()}
-    if isinstance(value, list | tuple):
-        return [_rebuild(item, texts) for item in value]
-    return value
