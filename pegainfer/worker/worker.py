@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
@@ -205,6 +206,6 @@ class Worker:
         ]
         scores = iter(prompt.scored.fetch(self._device, prompt.token_ids, nums))
         return {
-            index: [score for score, _ in zip(scores, range(count), strict=False) if score is not None]
+            index: [score for score in islice(scores, count) if score is not None]
             for index, count in prompt.counts.items()
         }

@@ -10,15 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_golden import random_weights
-from test_worker import CONFIG, VOCAB, checkpoint
-from worker_driver import GREEDY, Driver, MemoryCheckpoint, engine_config, make_worker
 
 from pegainfer.errors import CapacityError, ConfigError, UnsupportedModelError, WeightsError
-from pegainfer.kvcache.spec import KvCacheSpec
+from pegainfer.kvcache.spec import FullAttention, KvCacheSpec
 from pegainfer.runtime.device import DeviceKind, MemoryInfo
-from pegainfer.runtime.dtypes import WeightFormat
+from pegainfer.runtime.dtypes import DType, WeightFormat
+from pegainfer.weights.quantized import quantize
 from pegainfer.worker.memory import plan_memory
+from tests.model_files import write_safetensors
+from tests.models.tiny_models import CONFIG, VOCAB, checkpoint, random_weights
+from tests.models.worker_driver import GREEDY, Driver, MemoryCheckpoint, engine_config, make_worker
 
 BLOCK_BYTES = 16 * 3 * 2 * 2 * 32 * 2  # tokens, layers, keys and values, heads, head_dim, bytes
 
@@ -29,7 +30,7 @@ def weights() -> dict[str, Any]:
 
 def test_every_missing_tensor_is_counted_and_some_are_named() -> None:
     some = {name: value for name, value in weights().items() if "v_proj" not in name and "norm" not in name}
-    with pytest.raises(WeightsError, match=r"lacks 16 of 34 tensors: .*layers\.0.*and 12 more"):
+    with pytest.raises(WeightsError, match=r"lacks 16 of 35 tensors: .*layers\.0.*and 12 more"):
         make_worker(MemoryCheckpoint(CONFIG, some))
 
 
@@ -159,9 +160,6 @@ def planned(available: int, *, kind: DeviceKind = DeviceKind.cpu, **options: Any
 
 
 def make_spec() -> tuple[Any, ...]:
-    from pegainfer.kvcache.spec import FullAttention
-    from pegainfer.runtime.dtypes import DType
-
     return tuple(FullAttention(8, 128, DType.bfloat16) for _ in range(28))  # 112 KiB a token
 
 
@@ -185,19 +183,24 @@ def test_default_cache_on_the_cpu() -> None:
 
 
 LOAD = """
-import json, resource, sys
+import json, sys
 from pegainfer.config import EngineConfig
 from pegainfer.runtime.cpu import make_cpu_device
 from pegainfer.weights.loader import open_checkpoint
 from pegainfer.worker.build import build_worker
+
+def status():
+    lines = [line.split(":") for line in open("/proc/self/status")]
+    return {name: int(value.split()[0]) for name, value in lines if value.endswith("kB\\n")}
+
 config = EngineConfig.from_flat(model=sys.argv[1], kv_cache_memory_bytes=1 << 20, max_num_batched_tokens=16)
 device = make_cpu_device(1)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = status()
 worker = build_worker(config, open_checkpoint(config.model, config.load), device=device)
-status = dict(line.split(":") for line in open("/proc/self/status") if line.startswith(("VmRSS", "RssFile")))
+after = status()
 print(json.dumps({
-    "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before,
-    "files": int(status["RssFile"].split()[0]),
+    "peak": after["VmHWM"] - before["VmRSS"],
+    "files": after["RssFile"] - before["RssFile"],
     "weights": worker.info.weight_bytes >> 10,
 }))
 """
@@ -212,27 +215,13 @@ def test_loading_streams(tmp_path: Path) -> None:
         "num_hidden_layers": 6,
         "vocab_size": 8192,
     }
-    write_safetensors(tmp_path, config, random_weights(config, 1))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = {name: quantize(value, WeightFormat.bf16) for name, value in random_weights(config, 1).items()}
+    write_safetensors(tmp_path / "model.safetensors", tensors)
+    del tensors
     script = [sys.executable, "-c", LOAD, str(tmp_path)]
     done = subprocess.run(script, capture_output=True, text=True, timeout=120, check=True)
     sizes = json.loads(done.stdout)
     assert sizes["weights"] > 150 << 10
     assert sizes["peak"] < 1.35 * sizes["weights"]
     assert sizes["files"] < 0.5 * sizes["weights"]
-
-
-def write_safetensors(directory: Path, config: dict[str, Any], values: dict[str, Any]) -> None:
-    """A checkpoint directory of bfloat16 tensors."""
-    import ml_dtypes
-
-    (directory / "config.json").write_text(json.dumps(config))
-    header, start = {}, 0
-    for name, value in values.items():
-        stop = start + 2 * value.size
-        header[name] = {"dtype": "BF16", "shape": list(value.shape), "data_offsets": [start, stop]}
-        start = stop
-    text = json.dumps(header).encode()
-    with (directory / "model.safetensors").open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for value in values.values():
-            file.write(value.astype(ml_dtypes.bfloat16).tobytes())

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from decoder_oracle import decoder_logits, log_softmax
-from worker_driver import (
+
+from pegainfer.runtime.dtypes import WeightFormat
+from pegainfer.sampling_params import SamplingParams
+from pegainfer.weights.quantized import quantize
+from pegainfer.weights.safetensors import SafetensorsFile
+from pegainfer.worker.worker import Worker
+from tests.model_files import gguf_metadata, gguf_name, write_gguf
+from tests.models.decoder_oracle import decoder_logits, log_softmax
+from tests.models.tiny_models import QWEN3_SHAPE, YARN_CONFIG, random_weights
+from tests.models.worker_driver import (
     GOLDEN,
     Driver,
     MemoryCheckpoint,
@@ -18,10 +27,6 @@ from worker_driver import (
     make_worker,
     prompt_scores,
 )
-
-from pegainfer.runtime.dtypes import WeightFormat
-from pegainfer.sampling_params import SamplingParams
-from pegainfer.worker.worker import Worker
 
 FIXTURES = ("llama_smol", "llama3_rope", "qwen2", "qwen3_dense", "qwen3_moe")
 EVERYTHING = SamplingParams(temperature=0.0, logprobs=-1, prompt_logprobs=-1)
@@ -86,45 +91,8 @@ def test_oracle_agrees_with_the_fixture(name: str) -> None:
 
 
 def fixture_weights(name: str) -> dict[str, np.ndarray[Any, Any]]:
-    from pegainfer.weights.safetensors import SafetensorsFile
-
     file = SafetensorsFile(GOLDEN / name / "model.safetensors")
     return {tensor: file.get(tensor).dequantize() for tensor in file.tensors}
-
-
-YARN_CONFIG: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-    "head_dim": 16,
-    "vocab_size": 193,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 256,
-    "rope_theta": 10000.0,
-    "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24},
-    "tie_word_embeddings": False,
-}
-
-
-def random_weights(config: dict[str, Any], seed: int, *, head_scale: float = 1.0) -> dict[str, Any]:
-    """Weights at a scale at which attention and every norm matter."""
-    from pegainfer.weights.shapes import parameter_shapes
-
-    rng = np.random.default_rng(seed)
-    weights: dict[str, Any] = {}
-    for name, shape in parameter_shapes(config).items():
-        if len(shape) == 1:
-            weights[name] = rng.normal(0.0 if name.endswith("bias") else 1.0, 0.3, shape).astype(np.float32)
-        else:
-            scale = head_scale if name.startswith(("lm_head", "model.embed")) else 1.2
-            weights[name] = (rng.standard_normal(shape, np.float32) * scale / shape[1] ** 0.5).astype(
-                np.float32
-            )
-    return weights
 
 
 def yarn_checkpoint(**changes: Any) -> MemoryCheckpoint:
@@ -142,8 +110,29 @@ def yarn_distance(checkpoint: MemoryCheckpoint) -> float:
         worker.close()
 
 
+@pytest.mark.parametrize("name", ["llama_smol", "qwen2", "qwen3_dense"])
+def test_fixture_as_gguf(name: str, tmp_path: Path) -> None:
+    """The same numbers from a GGUF file, which spells names and (llama) rotated pairs differently."""
+    config = json.loads((GOLDEN / name / "config.json").read_text())
+    tensors = {}
+    for tensor, values in fixture_weights(name).items():
+        if name.startswith("llama") and ("q_proj" in tensor or "k_proj" in tensor):
+            heads = config["num_attention_heads" if "q_proj" in tensor else "num_key_value_heads"]
+            halves = values.reshape(heads, 2, -1, values.shape[1])
+            values = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
+        tensors[gguf_name(tensor)] = quantize(values, WeightFormat.f32)
+    write_gguf(tmp_path / "model.gguf", gguf_metadata(config), tensors)
+    golden = np.load(GOLDEN / name / "golden.npz")
+    worker = golden_worker(str(tmp_path / "model.gguf"), dtype="auto", max_logprobs=-1)
+    try:
+        assert worker.info.dtype == "float32"
+        assert distance(scored(worker, golden["input_ids"], [11]), golden["logits_f32"]) < LIMIT
+    finally:
+        worker.close()
+
+
 def test_yarn_untied(provider: str) -> None:
-    """90 positions of a model stretched from 24, against float64."""
+    """90 positions of a model stretched from 64, against float64."""
     assert yarn_distance(yarn_checkpoint()) < LIMIT
 
 
@@ -157,7 +146,7 @@ YARN = YARN_CONFIG["rope_scaling"]
         {**YARN, "rope_type": "linear"},
         {**YARN, "attention_factor": 1.0},
         {**YARN, "factor": 3.9},
-        {**YARN, "beta_fast": 16.0},
+        {**YARN, "beta_fast": 2.0},
         {**YARN, "original_max_position_embeddings": 32},
     ],
 )
@@ -186,22 +175,6 @@ def test_the_gate_sees_a_wrong_setting(name: str, overrides: dict[str, Any]) -> 
         assert distance(scored(worker, golden["input_ids"], []), golden["logits_f32"]) > 100 * LIMIT
     finally:
         worker.close()
-
-
-QWEN3_SHAPE: dict[str, Any] = {
-    **YARN_CONFIG,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 32000,
-    "max_position_embeddings": 40960,
-    "rope_theta": 1e6,
-    "rope_scaling": None,
-    "tie_word_embeddings": True,
-}
 
 
 def test_bfloat16_stays_close_to_float32() -> None:

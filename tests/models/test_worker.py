@@ -9,31 +9,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-from decoder_oracle import decoder_logits, log_softmax
-from test_golden import QWEN3_SHAPE, random_weights
-from worker_driver import GREEDY, Driver, MemoryCheckpoint, golden_worker, make_worker, prompt_scores
 
 from pegainfer.runtime.dtypes import WeightFormat
 from pegainfer.sampling_params import SamplingParams
 from pegainfer.worker.worker import Worker
+from tests.models.decoder_oracle import decoder_logits, log_softmax
+from tests.models.tiny_models import CONFIG, MOE_CONFIG, VOCAB, checkpoint, random_weights
+from tests.models.worker_driver import (
+    GREEDY,
+    Driver,
+    MemoryCheckpoint,
+    golden_worker,
+    make_worker,
+    prompt_scores,
+)
 
-VOCAB = 521
-CONFIG: dict[str, Any] = {
-    **QWEN3_SHAPE,
-    "hidden_size": 96,
-    "intermediate_size": 160,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": VOCAB,
-    "max_position_embeddings": 512,
-}
 SCORED = SamplingParams(temperature=0.0, logprobs=5, prompt_logprobs=5)
-
-
-def checkpoint(seed: int = 3, **options: Any) -> MemoryCheckpoint:
-    return MemoryCheckpoint(CONFIG, random_weights(CONFIG, seed, head_scale=4.0), **options)
 
 
 @pytest.fixture(scope="module")
@@ -272,14 +263,35 @@ def test_mixed_formats_in_merged_matrices(formats: tuple[str, str]) -> None:
     other = {name: second for name in weights if "k_proj" in name or "up_proj" in name}
     source = MemoryCheckpoint(config, weights, format=first, formats=other)
     worker = make_worker(source, max_logprobs=20)
-    tokens = prompt(6, 40)
+    assert mean_error(worker, source, prompt(6, 40)) < 0.15
+    worker.close()
+
+
+@pytest.mark.parametrize("formats", [("q4_0", "q4_1"), ("q8_0", "q4_0")])
+def test_mixed_formats_of_experts(formats: tuple[str, str]) -> None:
+    """Experts of a layer share one format: a lossless one where there is one, else a plain one."""
+    first, second = (WeightFormat(name) for name in formats)
+    weights = random_weights(MOE_CONFIG, 3, head_scale=4.0)
+    other = {name: second for name in weights if "down_proj" in name}
+    source = MemoryCheckpoint(MOE_CONFIG, weights, format=first, formats=other)
+    worker = make_worker(source)
+    assert worker.info.weight_format == {"q4_0": "q4_1", "q8_0": "bf16"}[first]
+    assert mean_error(worker, source, prompt(6, 40)) < 0.15
+    worker.close()
+
+
+def mean_error(worker: Worker, source: MemoryCheckpoint, tokens: list[int]) -> float:
+    """Mean absolute error of the log-probabilities of a prompt."""
     driver = Driver(worker)
     driver.add("scored", tokens, SamplingParams(temperature=0.0, prompt_logprobs=0))
     scores = prompt_scores(driver.run("scored"))
-    expected = log_softmax(decoder_logits(config, source.values(), tokens))
-    errors = [abs(score.logprob - row[score.token_id]) for score, row in zip(scores, expected, strict=False)]
-    assert np.mean(errors) < 0.15
-    worker.close()
+    expected = log_softmax(decoder_logits(source.config, source.values(), tokens))
+    assert len(scores) == len(tokens) - 1
+    return float(
+        np.mean(
+            [abs(score.logprob - row[score.token_id]) for score, row in zip(scores, expected, strict=False)]
+        )
+    )
 
 
 def test_golden_model_serves_from_bfloat16_too() -> None:
