@@ -71,6 +71,7 @@ class InputBatch:
     def add(self, request: NewRequest) -> int:
         """The row that a request gets; what was known of one of the same id is forgotten first."""
         self.remove(request.request_id)
+        assert self._free, "there are more running requests than max_num_seqs"
         row = self._free.pop()
         self._rows[request.request_id] = row
         count = len(request.token_ids)

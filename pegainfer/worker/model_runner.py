@@ -86,7 +86,8 @@ class ModelRunner:
                 hidden, self._logits(hidden, "sampled_rows", 0, num_logits) if num_logits else None
             )
 
-        if self._graphs is None:
+        # Only decode steps come back in the same sizes; recording the others would push these out.
+        if self._graphs is None or num_tokens != num_requests:
             return launch()
         return self._graphs.run((num_tokens, num_requests, num_logits), launch)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 from itertools import islice
@@ -26,10 +27,11 @@ _NOT_FINITE = "the log-probabilities of the prompt are not finite"
 
 @dataclass(frozen=True, slots=True)
 class _PromptScores:
-    """Which prompt tokens a step scores: request `i` of the step the next `counts[i]` rows of `scored`."""
+    """Which prompt tokens a step scores: those of request `i` of the step are the next `counts[i]` rows."""
 
     scored: ScoredTokens
     token_ids: list[int]
+    num_logprobs: list[int]
     counts: dict[int, int]
 
 
@@ -140,7 +142,8 @@ class Worker:
         """Enqueue the scoring of the prompt tokens that follow the computed positions."""
         host = self._runner.staging.host
         counts: dict[int, int] = {}
-        total, widest = 0, 0
+        nums: list[int] = []
+        total = 0
         for index, row in enumerate(layout.rows.tolist()):
             width = self._prompt_logprobs.get(row)
             if width is None:
@@ -154,9 +157,11 @@ class Worker:
                 row, start + 1 : start + 1 + count
             ]
             counts[index] = count
-            total, widest = total + count, max(widest, width)
+            nums += [width] * count
+            total += count
         if not counts:
             return None
+        widest = max(nums)
         scored = self._sampler.begin_scores(total, widest)
         targets = self._runner.staging.tensors["scored_tokens"]
 
@@ -167,24 +172,30 @@ class Worker:
             )
 
         self._runner.each_logits(hidden, "scored_rows", total, score)
-        return _PromptScores(scored, host["scored_tokens"][:total].tolist(), counts)
+        return _PromptScores(scored, host["scored_tokens"][:total].tolist(), nums, counts)
 
     def _results(self, step: _InFlight, layout: StepLayout) -> list[SampledToken]:
         tokens, logprobs = self._sampled(step, layout)
-        prompts = self._prompt_results(step.prompt, layout) if step.prompt is not None else {}
+        prompts = self._prompt_results(step.prompt) if step.prompt is not None else {}
         results = []
         for index, entry in enumerate(step.plan.scheduled):
             token_id, prompt = tokens.get(index), prompts.get(index)
-            error = self._errors.get(int(layout.rows[index])) if self._errors else None
-            if error is None and token_id is not None and token_id < 0:
-                error = _NO_TOKEN
-            if error is None and prompt is not None and not all(np.isfinite(p.logprob) for p in prompt):
-                error = _NOT_FINITE
-            if error is not None:
-                results.append(SampledToken(entry.request_id, error=error))
-            else:
+            error = self._error(int(layout.rows[index]), token_id, prompt)
+            if error is None:
                 results.append(SampledToken(entry.request_id, token_id, logprobs.get(index), prompt))
+            else:
+                results.append(SampledToken(entry.request_id, error=error))
         return results
+
+    def _error(self, row: int, token_id: int | None, prompt: list[TokenLogprobs] | None) -> str | None:
+        """Why the request of a row fails with this step, if it does."""
+        if row in self._errors:
+            return self._errors[row]
+        if token_id is not None and token_id < 0:
+            return _NO_TOKEN
+        if prompt is not None and not all(math.isfinite(score.logprob) for score in prompt):
+            return _NOT_FINITE
+        return None
 
     def _sampled(
         self, step: _InFlight, layout: StepLayout
@@ -198,13 +209,8 @@ class Worker:
         indices = layout.sampling.tolist()
         return dict(zip(indices, token_ids, strict=True)), dict(zip(indices, logprobs, strict=True))
 
-    def _prompt_results(self, prompt: _PromptScores, layout: StepLayout) -> dict[int, list[TokenLogprobs]]:
-        nums = [
-            self._prompt_logprobs[int(layout.rows[index])]
-            for index, count in prompt.counts.items()
-            for _ in range(count)
-        ]
-        scores = iter(prompt.scored.fetch(self._device, prompt.token_ids, nums))
+    def _prompt_results(self, prompt: _PromptScores) -> dict[int, list[TokenLogprobs]]:
+        scores = iter(prompt.scored.fetch(self._device, prompt.token_ids, prompt.num_logprobs))
         return {
             index: [score for score in islice(scores, count) if score is not None]
             for index, count in prompt.counts.items()

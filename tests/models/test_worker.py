@@ -4,14 +4,16 @@ parameters that arrive.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
+from pegainfer.runtime.cpu import make_cpu_device
 from pegainfer.runtime.dtypes import WeightFormat
 from pegainfer.sampling_params import SamplingParams
+from pegainfer.worker.graphs import GraphCache
 from pegainfer.worker.worker import Worker
 from tests.models.decoder_oracle import decoder_logits, log_softmax
 from tests.models.tiny_models import CONFIG, MOE_CONFIG, VOCAB, checkpoint, random_weights
@@ -111,6 +113,35 @@ def test_resume_after_preemption_does_not_change_a_bit(worker: Worker) -> None:
     after = driver.run("again", chunk=13, num_new=6)
     outputs = [*before, *after]
     assert [(o.token_id, o.logprobs) for o in outputs if o.token_id is not None] == expected
+
+
+def test_graphs_are_kept_by_use() -> None:
+    device = make_cpu_device(1)
+    cache: GraphCache[str] = GraphCache(device, capacity=2)
+    ran: list[str] = []
+
+    def forward(name: str) -> Callable[[], str]:
+        def record() -> str:
+            device.stream.call(lambda: ran.append(name))
+            return f"recorded as {name}"
+
+        return record
+
+    def run(key: int, name: str) -> str:
+        result = cache.run((key, key, key), forward(name))
+        device.stream.synchronize()
+        return result
+
+    assert [run(1, "a"), run(2, "b"), run(1, "-")] == ["recorded as a", "recorded as b", "recorded as a"]
+    assert run(3, "c") == "recorded as c"  # takes the place of 2
+    assert run(1, "-") == "recorded as a"
+    assert run(2, "d") == "recorded as d"
+    assert ran == ["a", "b", "a", "c", "a", "d"]
+    with pytest.raises(ZeroDivisionError):
+        cache.run((9, 9, 9), lambda: str(1 // 0))
+    assert run(9, "e") == "recorded as e"
+    assert len(cache) == 2
+    device.close()
 
 
 def test_eager_equals_recorded() -> None:
