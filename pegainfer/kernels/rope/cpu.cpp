@@ -70,9 +70,14 @@ void qkv_rope_write(const int64_t* args, Context& ctx) {
             Element* values = keys + layout.values_offset;
             const float* v = x + num_kv_heads * head_dim;
             const int64_t lane = offset % tile_slots;
+            Element key[max_head_dim], value[max_head_dim];
+            for (int64_t dim = 0; dim < head_dim; dim += Vec::width) {
+                Vec::load(rotated + dim).store(key + dim);
+                Vec::load(v + dim).store(value + dim);
+            }
             for (int64_t dim = 0; dim < head_dim; dim++) {
-                keys[layout.key(lane, dim)] = from_float<Element>(rotated[dim]);
-                values[layout.value(lane, dim)] = from_float<Element>(v[dim]);
+                keys[layout.key(lane, dim)] = key[dim];
+                values[layout.value(lane, dim)] = value[dim];
             }
         }
     });

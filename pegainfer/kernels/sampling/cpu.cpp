@@ -29,7 +29,7 @@ struct Weighted {
 // Memory of one thread for a row of a vocabulary.
 struct Workspace {
     float* span_maxima;
-    float* spans;
+    float* spans;     // another number for each span
     float* copy;      // of the logits
     float* weights;   // of the candidates
     int32_t* ids;     // of the candidates
@@ -104,12 +104,9 @@ struct Filters {
     float min_p;
 };
 
-// The last of the best ids whose weights together reach `share` of all: the ids before it are kept with it.
-Ranked cut(Weighted* all, int64_t count, double share) {
-    double total = 0;
-    for (int64_t i = 0; i < count; i++) total += all[i].weight;
+// The last of the best ids whose weights together reach `target`.
+Ranked cut(Weighted* all, int64_t count, double target) {
     const auto better = [](const Weighted& a, const Weighted& b) { return a.key > b.key; };
-    double target = share * total;
     int64_t low = 0, high = count;
     while (high - low > 1) {
         const int64_t middle = low + (high - low) / 2;
@@ -126,74 +123,130 @@ Ranked cut(Weighted* all, int64_t count, double share) {
     return all[low].key;
 }
 
-// Draw an id from the first `count` logits, the largest of which is `top`.
-int32_t draw(const float* x, int64_t count, float top, Filters f, double random, const Workspace& work) {
+// Ids in ascending order, each with a weight that its probability is proportional to.
+struct Candidates {
+    int32_t* ids;
+    float* weights;
+    int64_t count;
+    double total;
+};
+
+// What is at least as likely as min_p asks, and is among the top_k best or a few more. One of the two is on.
+Candidates candidates_by_bound(const float* x, int64_t count, float top, Filters f, const Workspace& work) {
     const float log_min_p = static_cast<float>(std::log(static_cast<double>(f.min_p)));
-    // First bounds that are cheap and a little too wide; what passes them is then looked at exactly.
+    // First a bound that is cheap and a little too wide; what passes it is then looked at exactly.
     float bound = top + f.temperature * std::max(log_min_p, least_exponent);
     bound -= 1e-5f * (std::fabs(bound) + std::fabs(top));
     if (f.top_k > 0) bound = std::max(bound, lower_bound_of_best(work.span_maxima, count, f.top_k, work.spans));
-    int64_t n = collect(x, count, bound, work.span_maxima, work.ids);
-
-    float values[Vec::width];
+    const int64_t found = collect(x, count, bound, work.span_maxima, work.ids);
+    Candidates all = {work.ids, work.weights, 0, 0};
     const Vec base = Vec::set(top), divisor = Vec::set(f.temperature);
-    int64_t kept = 0;
-    double total = 0;
-    for (int64_t i = 0; i < n; i += Vec::width) {
-        const int64_t width = std::min<int64_t>(Vec::width, n - i);
-        for (int64_t lane = 0; lane < width; lane++) values[lane] = x[work.ids[i + lane]];
-        for (int64_t lane = width; lane < Vec::width; lane++) values[lane] = top;
+    for (int64_t i = 0; i < found; i += Vec::width) {
+        const int64_t width = std::min<int64_t>(Vec::width, found - i);
+        float values[Vec::width];
+        for (int64_t lane = 0; lane < Vec::width; lane++) values[lane] = lane < width ? x[all.ids[i + lane]] : top;
         const Vec scaled = (Vec::load(values) - base) / divisor;
         const uint32_t passed = bits(scaled >= Vec::set(log_min_p));
         exp(scaled).store(values);
         for (int64_t lane = 0; lane < width; lane++) {
-            work.ids[kept] = work.ids[i + lane];
-            work.weights[kept] = values[lane];
-            if (passed >> lane & 1) {
-                total += static_cast<double>(values[lane]);
-                kept++;
-            }
+            if (!(passed >> lane & 1)) continue;
+            all.ids[all.count] = all.ids[i + lane];
+            all.weights[all.count++] = values[lane];
+            all.total += static_cast<double>(values[lane]);
         }
     }
-    n = kept;
+    return all;
+}
 
-    Ranked last = 0;  // the last id, in order of rank, that may be drawn
-    if (f.top_k > 0 && f.top_k < n) {
-        for (int64_t i = 0; i < n; i++) work.keys[i] = ranked(x[work.ids[i]], work.ids[i]);
-        std::nth_element(work.keys, work.keys + (f.top_k - 1), work.keys + n, std::greater<Ranked>());
-        last = work.keys[f.top_k - 1];
-    }
-    if (f.top_p < 1) {
-        // All ids of at most this weight have together less than what top_p leaves out.
-        const double negligible = last ? 0 : 0.999 * (1 - static_cast<double>(f.top_p)) * total / static_cast<double>(n);
-        int64_t candidates = 0;
-        double left_out = 0;
-        for (int64_t i = 0; i < n; i++) {
-            const Ranked key = ranked(x[work.ids[i]], work.ids[i]);
-            const double weight = static_cast<double>(work.weights[i]);
-            if (key < last) continue;
-            if (weight > negligible) {
-                work.weighted[candidates++] = {key, weight};
-            } else {
-                left_out += weight;
-            }
+// The weights of all ids, with their sums over spans in `work.spans`; returns the total.
+double weigh_all(const float* x, int64_t count, float top, float temperature, const Workspace& work) {
+    const Vec base = Vec::set(top), divisor = Vec::set(temperature);
+    double total = 0;
+    for (int64_t first = 0; first < count; first += span_ids) {
+        const int64_t end = std::min(first + span_ids, count);
+        Vec sums = Vec::zero();
+        int64_t i = first;
+        for (; i + Vec::width <= end; i += Vec::width) {
+            const Vec weight = exp((Vec::load(x + i) - base) / divisor);
+            weight.store(work.weights + i);
+            sums += weight;
         }
-        work.weighted[candidates] = {0, left_out};
-        last = cut(work.weighted, candidates + (left_out > 0), static_cast<double>(f.top_p));
+        float sum = reduce_add(sums);
+        if (i < end) {
+            exp((Vec::load_partial(x + i, end - i) - base) / divisor).store_partial(work.weights + i, end - i);
+            for (; i < end; i++) sum += work.weights[i];
+        }
+        work.spans[first / span_ids] = sum;
+        total += static_cast<double>(sum);
     }
-    total = 0;
-    for (int64_t i = 0; i < n; i++) {
-        if (last && ranked(x[work.ids[i]], work.ids[i]) < last) work.weights[i] = 0;
-        total += static_cast<double>(work.weights[i]);
-    }
-    const double target = random * total;
+    return total;
+}
+
+// The first id whose cumulative weight exceeds `target`, given the weights of all ids and their sums.
+int32_t pick_of_all(int64_t count, double target, const Workspace& work) {
     double cumulative = 0;
+    int64_t first = 0, last_used = 0;
+    for (; first < count; first += span_ids) {
+        const double sum = static_cast<double>(work.spans[first / span_ids]);
+        if (sum > 0) last_used = first;
+        if (cumulative + sum > target) break;
+        cumulative += sum;
+    }
+    if (first >= count) first = last_used;  // rounding
     int32_t id = -1;
-    for (int64_t i = 0; i < n && !(cumulative > target); i++) {
+    for (int64_t i = first; i < std::min(first + span_ids, count) && !(cumulative > target); i++) {
         cumulative += static_cast<double>(work.weights[i]);
-        if (work.weights[i] > 0) id = work.ids[i];
+        if (work.weights[i] > 0) id = static_cast<int32_t>(i);
     }
     return id;
+}
+
+int32_t pick(const Candidates& from, double target) {
+    double cumulative = 0;
+    int32_t id = -1;
+    for (int64_t i = 0; i < from.count && !(cumulative > target); i++) {
+        cumulative += static_cast<double>(from.weights[i]);
+        if (from.weights[i] > 0) id = from.ids[i];
+    }
+    return id;
+}
+
+// Take the weight from what ranks behind `last`.
+void keep_up_to(Candidates& all, Ranked last, const float* x) {
+    all.total = 0;
+    for (int64_t i = 0; i < all.count; i++) {
+        if (ranked(x[all.ids[i]], all.ids[i]) < last) all.weights[i] = 0;
+        all.total += static_cast<double>(all.weights[i]);
+    }
+}
+
+// Draw an id from the first `count` logits, the largest of which is `top`.
+int32_t draw(const float* x, int64_t count, float top, Filters f, double random, const Workspace& work) {
+    Candidates all;
+    if (f.top_k > 0 || f.min_p > 0) {
+        all = candidates_by_bound(x, count, top, f, work);
+    } else {
+        const double total = weigh_all(x, count, top, f.temperature, work);
+        if (!(f.top_p < 1)) return pick_of_all(count, random * total, work);
+        // All ids of less than this weight have together less than what top_p leaves out.
+        const double negligible = 0.999 * (1 - static_cast<double>(f.top_p)) * total / static_cast<double>(count);
+        const float bound = std::max(static_cast<float>(negligible), 1e-45f);
+        const int64_t found = collect(work.weights, count, bound, work.spans, work.ids);
+        for (int64_t i = 0; i < found; i++) work.weights[i] = work.weights[work.ids[i]];  // ids[i] >= i
+        all = {work.ids, work.weights, found, total};
+    }
+    if (f.top_k > 0 && f.top_k < all.count) {
+        for (int64_t i = 0; i < all.count; i++) work.keys[i] = ranked(x[all.ids[i]], all.ids[i]);
+        std::nth_element(work.keys, work.keys + (f.top_k - 1), work.keys + all.count, std::greater<Ranked>());
+        keep_up_to(all, work.keys[f.top_k - 1], x);
+    }
+    if (f.top_p < 1) {
+        for (int64_t i = 0; i < all.count; i++) {
+            work.weighted[i] = {ranked(x[all.ids[i]], all.ids[i]), static_cast<double>(all.weights[i])};
+        }
+        keep_up_to(all, cut(work.weighted, all.count, static_cast<double>(f.top_p) * all.total), x);
+    }
+    return pick(all, random * all.total);
 }
 
 int32_t best_id(const float* x, int64_t count, float top, const float* span_maxima) {

@@ -63,12 +63,13 @@ inline float lower_bound_of_best(const float* span_maxima, int64_t count, int64_
     return work[wanted - 1];
 }
 
-// The ids whose logits are at least `bound`, in id order; returns how many there are.
-inline int64_t collect(const float* x, int64_t count, float bound, const float* span_maxima, int32_t* ids) {
+// The ids whose numbers are at least `bound`, in id order; returns how many there are. No number of a span is
+// larger than the span's entry in `span_limits`.
+inline int64_t collect(const float* x, int64_t count, float bound, const float* span_limits, int32_t* ids) {
     const Vec least = Vec::set(bound);
     int64_t found = 0;
     for (int64_t first = 0; first < count; first += span_ids) {
-        if (span_maxima[first / span_ids] < bound) continue;
+        if (span_limits[first / span_ids] < bound) continue;
         const int64_t end = std::min(first + span_ids, count);
         int64_t i = first;
         for (; i + Vec::width <= end; i += Vec::width) {
