@@ -10,6 +10,7 @@ fallback of the CPU device.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -18,7 +19,7 @@ import numpy as np
 from pegainfer.errors import KernelError
 from pegainfer.runtime.device import Device, DeviceKind
 
-__all__ = ["Case", "Launcher", "Op", "Provider", "all_ops", "bind"]
+__all__ = ["Binding", "Case", "Launcher", "Op", "Provider", "all_ops", "bind", "record_bindings"]
 
 FactsT = TypeVar("FactsT")
 
@@ -87,12 +88,33 @@ class Op(Generic[FactsT]):
         return register
 
 
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """One choice of `bind`."""
+
+    op: str
+    facts: Any
+    provider: Provider[Any]
+
+
 _OPS: dict[str, Op[Any]] = {}
+_RECORDS: list[list[Binding]] = []
 
 
 def all_ops() -> dict[str, Op[Any]]:
     """Every op that has been defined, by name."""
     return dict(_OPS)
+
+
+@contextmanager
+def record_bindings() -> Iterator[list[Binding]]:
+    """Collect what `bind` chooses until the block ends, to explain how a model runs."""
+    record: list[Binding] = []
+    _RECORDS.append(record)
+    try:
+        yield record
+    finally:
+        _RECORDS.pop()
 
 
 def bind(op: Op[FactsT], facts: FactsT, device: Device) -> Launcher:
@@ -103,5 +125,7 @@ def bind(op: Op[FactsT], facts: FactsT, device: Device) -> Launcher:
         if provider.kind is device.kind:
             launcher = provider.factory(facts, device)
             if launcher is not None:
+                for record in _RECORDS:
+                    record.append(Binding(op.name, facts, provider))
                 return launcher
     raise KernelError(f"no provider of op {op.name} on {device.kind} serves {facts}")

@@ -30,7 +30,7 @@ from pegainfer.worker.model_runner import ModelRunner, StepLimits
 from pegainfer.worker.sampler import Sampler
 from pegainfer.worker.worker import Worker
 
-__all__ = ["build_worker"]
+__all__ = ["bind_model", "build_worker"]
 
 _LOGITS_BYTES = 64 << 20
 _MIN_LOGITS_ROWS = 16
@@ -87,6 +87,13 @@ def build_worker(
     with _phase(phases, "warm up"):
         _warm_up(worker)
     return worker
+
+
+def bind_model(config: EngineConfig, checkpoint: Checkpoint, *, device: Device) -> Model:
+    """The model with every op bound and no weight read; what `build_worker` begins with."""
+    model_config = read_config(checkpoint.config, architecture_of(checkpoint.config))
+    dtype = _dtype(config, model_config, checkpoint)
+    return _build_model(config, model_config, checkpoint, device=device, dtype=dtype)
 
 
 @contextmanager
