@@ -17,8 +17,9 @@ __all__ = ["tokenizer_from_gguf"]
 
 logger = get_logger(__name__)
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 3, 4, 5, 6
 _SPACE = "\u2581"
+_MAX_PIECE = 512
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _TAIL = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -45,7 +46,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], *, where: Path) -> OurToken
     another kind.
     """
     vocabulary = _Vocabulary(metadata, where)
-    kind = metadata.get("tokenizer.ggml.model")
+    kind = vocabulary.text("model", "none")
     if kind == "gpt2":
         backend, adds_bos = _byte_level(vocabulary)
     elif kind == "llama":
@@ -101,8 +102,12 @@ class _Vocabulary:
         return [(self.tokens[i], int(self.kinds[i])) for i in chosen if self.tokens[i]]
 
     def flag(self, key: str, default: bool) -> bool:
-        value = self.metadata.get(f"tokenizer.ggml.{key}", default)
-        return bool(value)
+        value = self.metadata.get(f"tokenizer.ggml.{key}")
+        return value if isinstance(value, bool) else default
+
+    def text(self, key: str, default: str) -> str:
+        value = self.metadata.get(f"tokenizer.ggml.{key}")
+        return value if isinstance(value, str) else default
 
     def named_tokens(self) -> dict[str, str]:
         """What chat templates call the tokens: text by name."""
@@ -119,7 +124,7 @@ class _Vocabulary:
 
 
 def _byte_level(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
-    pre = vocabulary.metadata.get("tokenizer.ggml.pre", "default")
+    pre = vocabulary.text("pre", "default")
     merges = vocabulary.metadata.get("tokenizer.ggml.merges")
     if not _is_strings(merges):
         raise vocabulary.error("tokenizer.ggml.merges is missing")
@@ -162,14 +167,10 @@ def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
         raise vocabulary.error("tokenizer.ggml.scores does not fit tokenizer.ggml.tokens")
     ids = vocabulary.ids
     unknown = vocabulary.named_tokens().get("unk_token")
+    has_bytes = bool((vocabulary.kinds == _BYTE).any())
+    merges = _merges(vocabulary, ids, scores)
     backend = Tokenizer(
-        models.BPE(
-            vocab=ids,
-            merges=_merges(vocabulary, ids, scores),
-            unk_token=unknown,
-            fuse_unk=True,
-            byte_fallback=bool((vocabulary.kinds == _BYTE).any()),
-        )
+        models.BPE(vocab=ids, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=has_bytes)
     )
     spaces: list[Any] = [normalizers.Replace(" ", _SPACE)]
     strip: list[Any] = []
@@ -190,6 +191,8 @@ def _merges(
     ordinary = {vocabulary.tokens[i] for i in np.flatnonzero(vocabulary.kinds == _NORMAL)}
     ranked: list[tuple[float, int, int, tuple[str, str]]] = []
     for token in ordinary:
+        if len(token) > _MAX_PIECE:
+            continue
         score = -float(scores[ids[token]])
         for cut in range(1, len(token)):
             left, right = token[:cut], token[cut:]

@@ -22,6 +22,7 @@ from pegainfer.weights.safetensors import map_file
 __all__ = ["GgufFile", "GgufMetadata", "GgufTensor"]
 
 _MAX_DIMS = 4
+_MAX_INTEGER = 1 << 40
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 _SCALARS: dict[int, np.dtype[Any]] = {
     0: np.dtype("u1"), 1: np.dtype("i1"), 2: np.dtype("<u2"), 3: np.dtype("<i2"), 4: np.dtype("<u4"),
@@ -113,8 +114,35 @@ class GgufFile:
 
     def data(self, tensor: GgufTensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """The bytes of a tensor as a view `[rows, row_bytes]`."""
-        rows = math.prod(tensor.shape[:-1])
-        return self._data[tensor.start : tensor.start + tensor.nbytes].reshape(rows, -1)
+        data = self._data[tensor.start : tensor.start + tensor.nbytes]
+        return data.reshape(math.prod(tensor.shape[:-1]), -1)
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """A whole number of the metadata, not negative; required without a default. Raises `WeightsError`."""
+        value = self._metadata_value(key, default)
+        if type(value) is not int or not 0 <= value <= _MAX_INTEGER:
+            raise self._error(f"metadata {key} must be a whole number, got {value!r:.60}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A positive finite number of the metadata; required without a default. Raises `WeightsError`."""
+        value = self._metadata_value(key, default)
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise self._error(f"metadata {key} must be a positive number, got {value!r:.60}")
+        return float(value)
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """A string of the metadata; required without a default. Raises `WeightsError`."""
+        value = self._metadata_value(key, default)
+        if not isinstance(value, str):
+            raise self._error(f"metadata {key} must be a string, got {value!r:.60}")
+        return value
+
+    def _metadata_value(self, key: str, default: Any) -> Any:
+        value = self.metadata.get(key, default)
+        if value is None:
+            raise self._error(f"metadata {key} is missing")
+        return value
 
     def _read_metadata(self, count: int) -> dict[str, Any]:
         self._expect(count, 13, "metadata entries")
@@ -171,9 +199,9 @@ class GgufFile:
                 raise self._error(f"tensor {name!r} has {num_dims} dimensions")
             shape = tuple(self._number("<Q") for _ in range(num_dims))[::-1]
             entries[name] = shape, self._format(name, self._number("<I")), self._number("<Q")
-        alignment = self.metadata.get("general.alignment", 32)
-        if not isinstance(alignment, int) or alignment < 8 or alignment & (alignment - 1):
-            raise self._error(f"the alignment {alignment!r:.40} is not a power of two of at least 8")
+        alignment = self.integer("general.alignment", 32)
+        if alignment < 8 or alignment & (alignment - 1):
+            raise self._error(f"the alignment {alignment} is not a power of two of at least 8")
         start = -(-self._position // alignment) * alignment
         tensors = {
             name: self._check_tensor(name, shape, format, start + offset, alignment)
@@ -189,6 +217,8 @@ class GgufFile:
     def _check_tensor(
         self, name: str, shape: tuple[int, ...], format: WeightFormat, start: int, alignment: int
     ) -> GgufTensor:
+        if 0 in shape:
+            raise self._error(f"tensor {name!r} has the empty shape {list(shape)}")
         if shape[-1] % format.block_size:
             raise self._error(
                 f"tensor {name!r} has rows of {shape[-1]} values, "

@@ -26,15 +26,14 @@ __all__ = ["GgufCheckpoint", "config_from_gguf", "generation_config_from_gguf"]
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """What an architecture is called in Hugging Face configs, and whether its q/k rows are reordered."""
+    """What an architecture is called in Hugging Face configs."""
 
     model_type: str
     architecture: str
-    reordered: bool = False
 
 
 _FAMILIES = {
-    "llama": _Family("llama", "LlamaForCausalLM", reordered=True),
+    "llama": _Family("llama", "LlamaForCausalLM"),
     "qwen2": _Family("qwen2", "Qwen2ForCausalLM"),
     "qwen3": _Family("qwen3", "Qwen3ForCausalLM"),
     "qwen3moe": _Family("qwen3_moe", "Qwen3MoeForCausalLM"),
@@ -60,6 +59,7 @@ _ROPE_FACTORS = "rope_freqs.weight"
 # Tokens that end an answer whatever the metadata calls the end of a sequence.
 _ENDS = ("<|eot_id|>", "<|im_end|>", "<|endoftext|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")
 _CONTROL = 3
+_MAX_EXPERTS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,21 +116,20 @@ def config_from_gguf(file: GgufFile) -> dict[str, Any]:
     """The Hugging Face config that the metadata amounts to. Raises `UnsupportedModelError` for another
     architecture, `WeightsError` for metadata that are missing or of the wrong type.
     """
-    reader = _Reader(file)
-    name = file.metadata.get("general.architecture")
+    name = file.text("general.architecture")
     if name not in _FAMILIES:
         raise UnsupportedModelError(
             f"{file.path}: GGUF architecture {name!r:.60} is not supported; known are {', '.join(_FAMILIES)}"
         )
-    if file.metadata.get("split.count", 0) not in (0, 1):
+    if file.integer("split.count", 0) > 1:
         raise WeightsError(
             f"{file.path}: one part of a split model; merge the parts with `llama-gguf-split --merge` first"
         )
     family = _FAMILIES[name]
-    heads = reader.integer("attention.head_count")
-    hidden_size = reader.integer("embedding_length")
-    head_dim = reader.integer("attention.key_length", hidden_size // max(heads, 1))
-    if reader.integer("attention.value_length", head_dim) != head_dim:
+    heads = file.integer(f"{name}.attention.head_count")
+    hidden_size = file.integer(f"{name}.embedding_length")
+    head_dim = file.integer(f"{name}.attention.key_length", hidden_size // max(heads, 1))
+    if file.integer(f"{name}.attention.value_length", head_dim) != head_dim:
         raise WeightsError(f"{file.path}: keys and values of different sizes are not supported")
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
@@ -140,13 +139,13 @@ def config_from_gguf(file: GgufFile) -> dict[str, Any]:
         "model_type": family.model_type,
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden_size,
-        "intermediate_size": reader.integer("feed_forward_length"),
-        "num_hidden_layers": reader.integer("block_count"),
+        "intermediate_size": file.integer(f"{name}.feed_forward_length"),
+        "num_hidden_layers": file.integer(f"{name}.block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": reader.integer("attention.head_count_kv", heads),
+        "num_key_value_heads": file.integer(f"{name}.attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "rms_norm_eps": reader.number("attention.layer_norm_rms_epsilon"),
-        "max_position_embeddings": reader.integer("context_length"),
+        "rms_norm_eps": file.number(f"{name}.attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": file.integer(f"{name}.context_length"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
@@ -154,12 +153,16 @@ def config_from_gguf(file: GgufFile) -> dict[str, Any]:
         **rope_config(file, name, head_dim),
         **_token_ids(file),
     }
-    num_experts = reader.integer("expert_count", 0)
+    num_experts = file.integer(f"{name}.expert_count", 0)
+    if num_experts > _MAX_EXPERTS:
+        raise WeightsError(
+            f"{file.path}: metadata {name}.expert_count is {num_experts}, more than {_MAX_EXPERTS}"
+        )
     if family.model_type == "qwen3_moe":
         config |= {
             "num_experts": num_experts,
-            "num_experts_per_tok": reader.integer("expert_used_count"),
-            "moe_intermediate_size": reader.integer("expert_feed_forward_length"),
+            "num_experts_per_tok": file.integer(f"{name}.expert_used_count"),
+            "moe_intermediate_size": file.integer(f"{name}.expert_feed_forward_length"),
             "norm_topk_prob": True,
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
@@ -180,20 +183,20 @@ def generation_config_from_gguf(file: GgufFile) -> dict[str, Any]:
     }
     metadata = file.metadata
     found = {new: metadata.get(f"general.sampling.{old}") for old, new in keys.items()}
-    return {key: value for key, value in found.items() if value is not None} | _token_ids(file)
+    return {key: value for key, value in found.items() if type(value) in (int, float)} | _token_ids(file)
 
 
 def _token_ids(file: GgufFile) -> dict[str, Any]:
     """`bos_token_id` and `eos_token_id` (a list), as far as the file names them."""
     metadata = file.metadata
     ends = [metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
-    kinds = metadata.get("tokenizer.ggml.token_type")
-    if isinstance(kinds, np.ndarray) and isinstance(metadata.get("tokenizer.ggml.tokens"), list):
-        tokens = metadata["tokenizer.ggml.tokens"]
-        ends += [int(i) for i in np.flatnonzero(kinds == _CONTROL) if i < len(tokens) and tokens[i] in _ENDS]
-    ids: dict[str, Any] = {"eos_token_id": list(dict.fromkeys(i for i in ends if isinstance(i, int)))}
+    kinds, tokens = metadata.get("tokenizer.ggml.token_type"), metadata.get("tokenizer.ggml.tokens")
+    if isinstance(kinds, np.ndarray) and isinstance(tokens, list):
+        controls = np.flatnonzero(kinds[: len(tokens)] == _CONTROL)
+        ends += [int(i) for i in controls if tokens[i] in _ENDS]
+    ids: dict[str, Any] = {"eos_token_id": list(dict.fromkeys(i for i in ends if type(i) is int))}
     bos = metadata.get("tokenizer.ggml.bos_token_id")
-    return ids | ({"bos_token_id": bos} if isinstance(bos, int) else {})
+    return ids | ({"bos_token_id": bos} if type(bos) is int else {})
 
 
 def _dtype(file: GgufFile) -> str:
@@ -211,6 +214,8 @@ def _sources(file: GgufFile, config: dict[str, Any]) -> dict[str, _Source]:
         match = _BLOCK_NAME.fullmatch(name)
         stem, _, kind = name.rpartition(".")
         if match and match[2] in _EXPERTS and match[3] == "weight" and len(tensor.shape) == 3:
+            if tensor.shape[0] != config.get("num_experts"):
+                raise WeightsError(f"{file.path}: tensor {name!r} holds {tensor.shape[0]} experts")
             prefix = f"model.layers.{int(match[1])}.mlp.experts"
             for expert in range(tensor.shape[0]):
                 sources[f"{prefix}.{expert}.{_EXPERTS[match[2]]}.weight"] = _Source(tensor, expert)
@@ -234,29 +239,3 @@ def _restore_rows(
     rows = data.reshape(shape[0], -1)
     pairs = rows.reshape(heads, shape[0] // heads // 2, 2, rows.shape[1])
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(data.shape)
-
-
-class _Reader:
-    """Typed access to the metadata of the file's architecture."""
-
-    def __init__(self, file: GgufFile) -> None:
-        self._file = file
-        self._prefix = file.metadata.get("general.architecture")
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        value = self._value(key, default)
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise WeightsError(f"{self._file.path}: metadata {self._prefix}.{key} must be an integer")
-        return value
-
-    def number(self, key: str) -> float:
-        value = self._value(key, None)
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise WeightsError(f"{self._file.path}: metadata {self._prefix}.{key} must be a number")
-        return float(value)
-
-    def _value(self, key: str, default: int | None) -> Any:
-        value = self._file.metadata.get(f"{self._prefix}.{key}", default)
-        if value is None:
-            raise WeightsError(f"{self._file.path}: metadata {self._prefix}.{key} is missing")
-        return value

@@ -21,9 +21,8 @@ def rope_config(file: GgufFile, architecture: str, head_dim: int) -> dict[str, A
     """`rope_theta` and `rope_scaling` (None without scaling). Raises `WeightsError` for settings that cannot
     be expressed.
     """
-    metadata = file.metadata
-    theta = _number(file, f"{architecture}.rope.freq_base", 10000.0)
-    rotary_dim = metadata.get(f"{architecture}.rope.dimension_count", head_dim)
+    theta = file.number(f"{architecture}.rope.freq_base", 10000.0)
+    rotary_dim = file.integer(f"{architecture}.rope.dimension_count", head_dim)
     if rotary_dim != head_dim:
         raise WeightsError(f"{file.path}: rotation of {rotary_dim} of {head_dim} dimensions is not supported")
     scaling = _scaling(file, f"{architecture}.rope.scaling.")
@@ -35,23 +34,21 @@ def rope_config(file: GgufFile, architecture: str, head_dim: int) -> dict[str, A
 
 
 def _scaling(file: GgufFile, prefix: str) -> dict[str, Any] | None:
-    metadata = file.metadata
-    kind = metadata.get(f"{prefix}type", "none")
+    kind = file.text(f"{prefix}type", "none")
     if kind == "none":
         return None
-    factor = _number(file, f"{prefix}factor", 1.0)
+    factor = file.number(f"{prefix}factor", 1.0)
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
     if kind != "yarn":
         raise WeightsError(f"{file.path}: rope scaling {kind!r:.40} is not supported, only linear and yarn")
     scaling: dict[str, Any] = {"rope_type": "yarn", "factor": factor}
-    original = metadata.get(f"{prefix}original_context_length")
-    if isinstance(original, int):
-        scaling["original_max_position_embeddings"] = original
+    if f"{prefix}original_context_length" in file.metadata:
+        scaling["original_max_position_embeddings"] = file.integer(f"{prefix}original_context_length")
     for key in ("beta_fast", "beta_slow"):
-        if f"{prefix}yarn_{key}" in metadata:
-            scaling[key] = _number(file, f"{prefix}yarn_{key}", 0.0)
-    extra = _number(file, f"{prefix}attn_factor", 1.0)
+        if f"{prefix}yarn_{key}" in file.metadata:
+            scaling[key] = file.number(f"{prefix}yarn_{key}")
+    extra = file.number(f"{prefix}attn_factor", 1.0)
     if extra != 1.0 and factor > 1.0:
         scaling["attention_factor"] = extra * (0.1 * math.log(factor) + 1.0)
     return scaling
@@ -75,10 +72,3 @@ def _from_factors(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any]
             "use the safetensors checkpoint of this model"
         )
     return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
-
-
-def _number(file: GgufFile, key: str, default: float) -> float:
-    value = file.metadata.get(key, default)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise WeightsError(f"{file.path}: metadata {key} must be a positive number")
-    return float(value)

@@ -71,8 +71,9 @@ class SafetensorsFile:
     def get(self, name: str) -> RawWeight:
         """The tensor as a view of the mapped file."""
         info, tensor = self.info(name), self.tensors[name]
-        rows = math.prod(info.shape[:-1])
-        return RawWeight(info.format, info.shape, self._data[tensor.start : tensor.stop].reshape(rows, -1))
+        row_bytes = info.format.row_bytes(info.shape[-1] if info.shape else 1)
+        data = self._data[tensor.start : tensor.stop].reshape(math.prod(info.shape[:-1]), row_bytes)
+        return RawWeight(info.format, info.shape, data)
 
     def _parse(self, header: bytes) -> dict[str, Any]:
         def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -174,9 +174,9 @@ PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
         ("{% for p in messages[0]['content'] %}[{{ p['text'] }}]{% endfor %}", "a", "[a]"),
         ("{% set c = messages[0].content %}{% for p in c %}[{{ p.text }}]{% endfor %}", "a", "[a]"),
         (
-            "{% set c = messages[0].content %}{% if c is string %}S{% else %}{% for p in c %}P{% endfor %}{% endif %}",
+            "{% set c = messages[0].content %}{% if c is string %}S{% endif %}{% for p in c %}P{% endfor %}",
             "a",
-            "S",
+            "SP",
         ),
     ],
 )

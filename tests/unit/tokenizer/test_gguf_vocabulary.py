@@ -108,7 +108,7 @@ def test_sentencepiece() -> None:
     ("change", "problem"),
     [
         ({"tokenizer.ggml.model": "bert"}, "'bert' is not supported"),
-        ({"tokenizer.ggml.model": None}, "None is not supported"),
+        ({"tokenizer.ggml.model": None}, "'none' is not supported"),
         ({"tokenizer.ggml.pre": "martian"}, "--tokenizer"),
         ({"tokenizer.ggml.tokens": None}, "--skip-tokenizer-init"),
         ({"tokenizer.ggml.tokens": np.zeros(3)}, "no tokenizer"),
