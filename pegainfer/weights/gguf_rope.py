@@ -14,7 +14,8 @@ from pegainfer.weights.gguf import GgufFile
 __all__ = ["rope_config"]
 
 # What every published model with `llama3` scaling uses; the file keeps only the factors that result.
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_LOW_FREQ_FACTOR, _HIGH_FREQ_FACTOR = 1.0, 4.0
+_ORIGINAL_LENGTHS = tuple(1 << bits for bits in (13, *range(4, 13), *range(14, 21)))
 
 
 def rope_config(file: GgufFile, architecture: str, head_dim: int) -> dict[str, Any]:
@@ -61,14 +62,20 @@ def _from_factors(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any]
         raise WeightsError(f"{file.path}: rope_freqs.weight must hold {head_dim // 2} F32 values")
     factors = file.data(tensor).view(np.float32)[0].astype(np.float64)
     factor = float(factors.max(initial=1.0))
-    frequencies = theta ** (-np.arange(0, head_dim, 2) / head_dim)
-    low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
-    turns = _LLAMA3["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-    share = np.clip((turns - low) / (high - low), 0.0, 1.0)
-    expected = 1.0 / ((1.0 - share) / factor + share)
-    if not np.allclose(factors, expected, rtol=1e-3):
-        raise WeightsError(
-            f"{file.path}: the rotary factors in rope_freqs.weight are not those of `llama3` scaling; "
-            "use the safetensors checkpoint of this model"
+    turns = theta ** (-np.arange(0, head_dim, 2) / head_dim) / (2 * math.pi)  # per position
+    for original in _ORIGINAL_LENGTHS:
+        share = np.clip(
+            (original * turns - _LOW_FREQ_FACTOR) / (_HIGH_FREQ_FACTOR - _LOW_FREQ_FACTOR), 0.0, 1.0
         )
-    return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
+        if np.allclose(factors, 1.0 / ((1.0 - share) / factor + share), rtol=1e-3):
+            return {
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": _LOW_FREQ_FACTOR,
+                "high_freq_factor": _HIGH_FREQ_FACTOR,
+                "original_max_position_embeddings": original,
+            }
+    raise WeightsError(
+        f"{file.path}: the rotary factors in rope_freqs.weight are not those of `llama3` scaling; "
+        "use the safetensors checkpoint of this model"
+    )

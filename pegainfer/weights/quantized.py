@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ def quantize(values: np.ndarray[Any, Any], format: WeightFormat) -> RawWeight:
     else:
         groups = values.astype(np.float32).reshape(-1, format.block_size)
         data = _QUANTIZE[format](groups)
-    return RawWeight(format, values.shape, data.reshape(-1, row_bytes))
+    return RawWeight(format, values.shape, data.reshape(math.prod(values.shape[:-1]), row_bytes))
 
 
 Groups = np.ndarray[Any, np.dtype[np.float32]]  # [num_blocks, 32]
