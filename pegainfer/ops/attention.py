@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from pegainfer.ops.op import Case, Op
+from pegainfer.ops.op import Case, Launcher, Op
 from pegainfer.ops.rope import QkvRopeFacts, qkv_rope_write, reference_cache
 from pegainfer.runtime.device import Device
 from pegainfer.runtime.dtypes import DType
@@ -61,7 +61,9 @@ class KvContents:
         qkv_rope_write.reference(rope, kv=kv, **arguments)
         return kv
 
-    def for_device(self, facts: AttentionFacts, device: Device, provider: str) -> Tensor:
+    def for_device(
+        self, facts: AttentionFacts, device: Device, *, provider: str, launcher: Launcher | None = None
+    ) -> Tensor:
         """The cache as the `qkv_rope_write` of the provider of that name lays it out."""
         rope = self._rope_facts(facts, facts.act)
         factory = next(

@@ -18,8 +18,9 @@ import numpy as np
 
 from pegainfer.errors import KernelError
 from pegainfer.runtime.device import Device, DeviceKind
+from pegainfer.runtime.tensor import Tensor
 
-__all__ = ["Binding", "Case", "Launcher", "Op", "Provider", "all_ops", "bind", "record_bindings"]
+__all__ = ["Binding", "Case", "CaseInput", "Launcher", "Op", "Provider", "all_ops", "bind", "record_bindings"]
 
 FactsT = TypeVar("FactsT")
 
@@ -32,10 +33,22 @@ class Launcher(Protocol):
     def __call__(self, *nothing: Any, **arguments: Any) -> None: ...
 
 
+class CaseInput(Protocol):
+    """An argument of a case whose bytes are laid out by the provider: a packed weight, a KV cache."""
+
+    def for_reference(self, facts: Any) -> np.ndarray[Any, Any]:
+        """What the reference takes for it."""
+        ...
+
+    def for_device(self, facts: Any, device: Device, *, provider: str, launcher: Any) -> Tensor:
+        """What `launcher`, bound by the provider of that name, takes for it."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Case(Generic[FactsT]):
-    """One parity case: facts, NumPy inputs by argument name, and which arguments are outputs (or updated in
-    place).
+    """One parity case: facts, NumPy inputs (or `CaseInput`) by argument name, and which arguments are outputs
+    (or updated in place).
     """
 
     name: str
