@@ -84,13 +84,13 @@ struct Team {
     alignas(cache_line) std::atomic<uint32_t> arrived{0};
     alignas(cache_line) std::atomic<uint32_t> phase{0};
     std::atomic<uint32_t> sleepers{0};
-    std::atomic<uint64_t> failure{0};  // 2^32 + the phase in which a kernel failed
+    std::atomic<uint64_t> failure{0};  // 2^32 + the phase in which a kernel failed last
     PhaseCounter chunks;
     PhaseCounter* ranges = nullptr;  // [num_threads]
     Pool* pool = nullptr;
 };
 
-class Context {
+class alignas(cache_line) Context {
   public:
     const int thread;       // 0 <= thread < num_threads
     const int num_threads;
