@@ -30,7 +30,7 @@ from pegainfer.config import (
 )
 from pegainfer.errors import ConfigError
 
-__all__ = ["ArgumentParser", "as_words", "engine_config", "make", "server_options"]
+__all__ = ["ArgumentParser", "as_words", "engine_config", "engine_values", "make", "server_options"]
 
 T = TypeVar("T")
 
@@ -176,11 +176,16 @@ def make(options: Callable[..., T], namespace: argparse.Namespace) -> T:
     return options(**{name: value for name, value in vars(namespace).items() if name in names})
 
 
-def engine_config(namespace: argparse.Namespace) -> EngineConfig:
-    """The engine's configuration; raises `ConfigError` for values that cannot be right."""
+def engine_values(namespace: argparse.Namespace) -> dict[str, Any]:
+    """What the command line says of the engine, as `LLM(...)` takes it."""
     parts = (ModelOptions, LoadOptions, CacheOptions, SchedulerOptions, EngineConfig)
     names = {field.name for part in parts for field in dataclasses.fields(part) if "help" in field.metadata}
-    return EngineConfig.from_flat(**{k: v for k, v in vars(namespace).items() if k in names})
+    return {name: value for name, value in vars(namespace).items() if name in names}
+
+
+def engine_config(namespace: argparse.Namespace) -> EngineConfig:
+    """The engine's configuration; raises `ConfigError` for values that cannot be right."""
+    return EngineConfig.from_flat(**engine_values(namespace))
 
 
 def as_words(namespace: argparse.Namespace, *, exclude: type) -> list[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,14 @@ from typing import Any
 from pegainfer.cli.bench.http import HttpClient, HttpError
 from pegainfer.errors import ConfigError
 
-__all__ = ["Prompt", "ServerTokenizer", "custom_prompts", "random_prompts", "sharegpt_prompts"]
+__all__ = [
+    "Prompt",
+    "ServerTokenizer",
+    "custom_prompts",
+    "pronounceable_text",
+    "random_prompts",
+    "sharegpt_prompts",
+]
 
 _SAMPLE_WORDS = 4000
 _ALIGN_ROUNDS = 8
@@ -151,18 +157,20 @@ async def sharegpt_prompts(
 
 async def _vocabulary(tokenizer: ServerTokenizer, rng: random.Random) -> tuple[list[int], int]:
     """Ids that occur in text, so that none is a control token, and how many special tokens a prompt gets."""
-    text = " ".join(_words(rng, _SAMPLE_WORDS))
+    text = pronounceable_text(rng)
     ids = await tokenizer.encode(text, special=False)
     with_special = await tokenizer.encode(text)
     return sorted(set(ids)), len(with_special) - len(ids)
 
 
-def _words(rng: random.Random, count: int) -> Iterator[str]:
-    """Pronounceable words of two to four syllables."""
+def pronounceable_text(rng: random.Random) -> str:
+    """Some thousand words of two to four syllables: text in which most of a vocabulary's pieces occur."""
     consonants, vowels = "bcdfghjklmnprstvwz", "aeiou"
-    for _ in range(count):
+    words = []
+    for _ in range(_SAMPLE_WORDS):
         syllables = (rng.choice(consonants) + rng.choice(vowels) for _ in range(rng.randint(2, 4)))
-        yield "".join(syllables) + rng.choice(("", "n", "s", "r"))
+        words.append("".join(syllables) + rng.choice(("", "n", "s", "r")))
+    return " ".join(words)
 
 
 async def _aligned_text(
