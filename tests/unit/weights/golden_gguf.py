@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,8 @@ def golden_config(name: str) -> dict[str, Any]:
     return config
 
 
-def write_golden(name: str, path: Path) -> None:
-    """Write the checkpoint `name` as one GGUF file."""
+def write_golden(name: str, path: Path, tokenizer: Mapping[str, Any] | None = None) -> None:
+    """Write the checkpoint `name` as one GGUF file, with the metadata of a tokenizer if given."""
     config = golden_config(name)
     source = SafetensorsFile(GOLDEN / name / "model.safetensors")
     tensors: dict[str, RawWeight] = {}
@@ -49,7 +50,7 @@ def write_golden(name: str, path: Path) -> None:
     factors = _llama3_factors(config)
     if factors is not None:
         tensors["rope_freqs.weight"] = quantize(factors, WeightFormat.f32)
-    write_gguf(path, gguf_metadata(config), tensors)
+    write_gguf(path, {**gguf_metadata(config), **(tokenizer or {})}, tensors)
 
 
 def _converted(name: str, raw: RawWeight, config: dict[str, Any]) -> RawWeight:
