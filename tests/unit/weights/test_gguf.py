@@ -46,7 +46,7 @@ def test_tensors_read_as_written(tmp_path: Path, format: WeightFormat) -> None:
     for name, raw in tensors.items():
         found = file.tensors[name]
         assert (found.format, found.shape) == (format, raw.shape)
-        np.testing.assert_array_equal(file.data(found), raw.data)
+        np.testing.assert_array_equal(file.rows(found), raw.data)
 
 
 def test_metadata_read_as_written(tmp_path: Path) -> None:
@@ -251,7 +251,8 @@ def tensor(*dims: int, kind: int = 0, offset: int = 0, name: bytes = b"t") -> by
         (head(1) + tensor(4, offset=2**63) + bytes(64), "truncated"),
         (head(1) + tensor(4, offset=8) + bytes(64), "aligned"),
         (head(1) + tensor(33, kind=8) + bytes(64), "blocks of 32"),
-        (head(1) + tensor(256, kind=14) + bytes(64), "Q6_K; supported are F32"),
+        (head(1) + tensor(256, kind=10) + bytes(64), "Q2_K; supported are F32"),
+        (head(1) + tensor(288, kind=14) + bytes(640), "288 values, not whole Q6_K blocks of 256"),
         (head(1) + tensor(256, kind=999) + bytes(64), "type 999"),
         (head(2) + tensor(4) * 2 + bytes(128), "'t' twice"),
         (head(2) + tensor(4) + tensor(4, name=b"u") + bytes(128), "overlap"),
@@ -268,7 +269,7 @@ def test_version_2_is_read(tmp_path: Path) -> None:
     body = head(1, version=2) + tensor(4)
     path.write_bytes(body + bytes(-len(body) % 32) + np.arange(4, dtype=np.float32).tobytes())
     file = GgufFile(path)
-    assert file.data(file.tensors["t"]).view(np.float32).tolist() == [[0, 1, 2, 3]]
+    assert file.rows(file.tensors["t"]).view(np.float32).tolist() == [[0, 1, 2, 3]]
 
 
 @pytest.fixture(scope="module")
@@ -332,3 +333,73 @@ def test_builtin_model(smollm2: Path) -> None:
 def test_names_are_unique() -> None:
     assert len(EXPERT_STACKS) == 3
     assert gguf_name("model.layers.3.mlp.gate.weight") == "blk.3.ffn_gate_inp.weight"
+
+
+def packed(*fields: tuple[int, int]) -> int:
+    """Bit fields `(value, bits)`, the lowest first, as one number."""
+    number = shift = 0
+    for value, bits in fields:
+        number |= value << shift
+        shift += bits
+    return number
+
+
+def k_scales(scales: list[int], minima: list[int]) -> bytes:
+    """Six-bit scales and minima of eight groups in twelve bytes."""
+    low = [packed((scales[i], 6), (scales[i + 4] >> 4, 2)) for i in range(4)]
+    middle = [packed((minima[i], 6), (minima[i + 4] >> 4, 2)) for i in range(4)]
+    high = [packed((scales[i + 4] & 15, 4), (minima[i + 4] & 15, 4)) for i in range(4)]
+    return bytes(low + middle + high)
+
+
+def encode_block(kind: str, rng: np.random.Generator) -> tuple[bytes, list[float]]:
+    """One random block, written field by field, and the values it stands for."""
+    halves = struct.pack("<ee", 0.5, 0.25)
+    if kind in ("Q5_0", "Q5_1"):
+        codes = rng.integers(0, 32, 32)
+        high = struct.pack("<I", packed(*((int(code) >> 4, 1) for code in codes)))
+        low = bytes(packed((int(codes[i]) & 15, 4), (int(codes[i + 16]) & 15, 4)) for i in range(16))
+        if kind == "Q5_0":
+            return halves[:2] + high + low, [0.5 * (int(code) - 16) for code in codes]
+        return halves + high + low, [0.5 * int(code) + 0.25 for code in codes]
+    if kind == "Q6_K":
+        codes, scales = rng.integers(0, 64, 256), rng.integers(-128, 128, 16)
+        low, high = bytearray(128), bytearray(64)
+        for i, code in enumerate(map(int, codes)):
+            half, place = divmod(i, 128)
+            low[64 * half + place % 64] |= (code & 15) << (4 * (place // 64))
+            high[32 * half + place % 32] |= (code >> 4) << (2 * (place // 32))
+        body = bytes(low) + bytes(high) + scales.astype(np.int8).tobytes() + struct.pack("<e", 0.5)
+        return body, [0.5 * int(scales[i // 16]) * (int(codes[i]) - 32) for i in range(256)]
+    bits = 4 if kind == "Q4_K" else 5
+    codes = rng.integers(0, 1 << bits, 256)
+    scales, minima = rng.integers(0, 64, 8).tolist(), rng.integers(0, 64, 8).tolist()
+    low, high = bytearray(128), bytearray(32)
+    for i, code in enumerate(map(int, codes)):
+        group, place = divmod(i, 32)
+        low[32 * (group // 2) + place] |= (code & 15) << (4 * (group % 2))
+        high[place] |= (code >> 4) << group
+    body = halves + k_scales(scales, minima) + (bytes(high) if bits == 5 else b"") + bytes(low)
+    return body, [0.5 * scales[i // 32] * int(codes[i]) - 0.25 * minima[i // 32] for i in range(256)]
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"), [(6, "Q5_0"), (7, "Q5_1"), (12, "Q4_K"), (13, "Q5_K"), (14, "Q6_K")]
+)
+def test_other_block_types_are_re_encoded(tmp_path: Path, number: int, kind: str) -> None:
+    rng = np.random.default_rng(number)
+    blocks = [encode_block(kind, rng) for _ in range(8)]
+    size = len(blocks[0][1])
+    body = head(1) + tensor(2 * size, 4, kind=number)
+    path = tmp_path / "x.gguf"
+    path.write_bytes(body + bytes(-len(body) % 32) + b"".join(data for data, _ in blocks))
+    file = GgufFile(path)
+    stored = file.tensors["t"]
+    expected = np.array([values for _, values in blocks], np.float32)
+    assert stored.type.decode is not None
+    raw_blocks = np.frombuffer(b"".join(data for data, _ in blocks), np.uint8).reshape(8, -1)
+    np.testing.assert_array_equal(stored.type.decode(raw_blocks), expected)
+    rows = RawWeight(stored.format, stored.shape, file.rows(stored))
+    assert stored.format is WeightFormat.q8_0
+    np.testing.assert_array_equal(rows.data, quantize(expected.reshape(4, -1), WeightFormat.q8_0).data)
+    np.testing.assert_array_equal(file.rows(stored, 1, 3), rows.data[1:3])
