@@ -18,8 +18,8 @@ constexpr int64_t chunk_keys = 128;
 constexpr int64_t chunk_tiles = chunk_keys / tile_slots;
 constexpr int64_t tile_rows = 48;                    // query rows that share a pass over the keys
 constexpr int64_t split_bytes = 64 << 20;            // most memory for chunks computed apart
-constexpr int max_rows = lane_parts == 1 ? 4 : 2;  // of a register tile: rows x vectors
-constexpr int max_vectors = lane_parts == 1 ? 4 : 2;
+constexpr int max_rows = 4;  // of a register tile: rows x vectors, for as many registers as there are
+constexpr int max_vectors = lane_parts == 1 ? 4 : 1;
 constexpr float no_score = -INFINITY;
 
 struct Arguments {
@@ -213,7 +213,9 @@ class Attention {
         const int32_t* table = a_.block_tables + tile.request * a_.table_stride;
         for (int64_t t = 0; t < tiles; t++) {
             const int64_t index = chunk * chunk_tiles + t;
-            const int64_t block = table[index / layout_.tiles_per_block];
+            const int64_t column = index / layout_.tiles_per_block;
+            if (column >= a_.table_stride) ctx_.fail("paged_attention: a block table is too short");
+            const int64_t block = table[column];
             if (block < 0 || block >= a_.num_blocks) ctx_.fail("paged_attention: a block is outside the cache");
             const Element* part = reinterpret_cast<const Element*>(a_.kv + block * a_.block_stride);
             key_tiles_[t] = part + layout_.tile(kv_head, index % layout_.tiles_per_block);
@@ -234,8 +236,8 @@ class Attention {
             switch (count) {
                 case 1: attend_rows<1>(row, part); break;
                 case 2: attend_rows<2>(row, part); break;
-                case 3: attend_rows<max_rows == 4 ? 3 : 1>(row, part); break;
-                default: attend_rows<max_rows>(row, part); break;
+                case 3: attend_rows<3>(row, part); break;
+                default: attend_rows<4>(row, part); break;
             }
             if (!apart.maxima) merge(row, count, part);
         }
@@ -248,7 +250,7 @@ class Attention {
         const Factor* queries = queries_ + row * (hd / pair);
         int64_t t = 0;
         for (; t + max_vectors <= tiles; t += max_vectors) score<rows, max_vectors>(queries, t);
-        if (max_vectors > 2 && t + 2 <= tiles) score<rows, 2>(queries, t), t += 2;
+        if (max_vectors == 4 && t + 2 <= tiles) score<rows, 2>(queries, t), t += 2;
         if (t < tiles) score<rows, 1>(queries, t);
         for (int i = 0; i < rows; i++) out.maxima[i] = weigh(i, tiles, out.sums + i);
         int64_t dim = 0;
