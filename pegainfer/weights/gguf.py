@@ -114,7 +114,7 @@ class GgufFile:
     def rows(
         self, tensor: GgufTensor, start: int = 0, stop: int | None = None
     ) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Rows of a tensor in its `format`, uint8 `[rows, row_bytes]`: a view of the file, or new memory where
+        """Rows of a tensor in its `format`, uint8 `[rows, row_bytes]`: a view of the file, or new memory if
         the stored type has to be re-encoded.
         """
         data = self._data[tensor.start : tensor.start + tensor.nbytes].reshape(tensor.num_rows, -1)[
@@ -128,8 +128,9 @@ class GgufFile:
         step = max(1, _RECODED_BYTES // data.shape[1])
         for low in range(0, len(data), step):
             blocks = np.ascontiguousarray(data[low : low + step]).reshape(-1, tensor.type.block_bytes)
-            values = decode(blocks).reshape(-1, tensor.shape[-1])
-            out[low : low + step] = quantize(values, tensor.format).data
+            with np.errstate(all="ignore"):  # a damaged scale may be infinite
+                values = decode(blocks).reshape(-1, tensor.shape[-1])
+                out[low : low + step] = quantize(values, tensor.format).data
         return out
 
     def integer(self, key: str, default: int | None = None) -> int:
