@@ -29,8 +29,7 @@ def resolve_model(model: ModelOptions, load: LoadOptions) -> Path:
     """The local directory or file of `model.model`, downloaded first if need be: an existing path, a built-in
     name, or a hub id (`org/name`, or `org/name/file.gguf`). Raises `ConfigError` or `WeightsError`.
     """
-    weights = hub.Wanted.tokenizer if load.load_format == "dummy" else hub.Wanted.everything
-    return _locate(model.model, model.revision, load, weights)
+    return _locate(model.model, model.revision, load, _wanted(load))
 
 
 def open_checkpoint(model: ModelOptions, load: LoadOptions) -> Checkpoint:
@@ -57,7 +56,7 @@ def load_tokenizer(model: ModelOptions, load: LoadOptions) -> Tokenizer:
     """The tokenizer of `model.tokenizer`, or of the model itself. Raises `TokenizerError`."""
     name = model.tokenizer or model.model
     revision = model.revision if name == model.model else None
-    wanted = hub.Wanted.tokenizer if model.tokenizer else hub.Wanted.everything
+    wanted = hub.Wanted.tokenizer if model.tokenizer else _wanted(load)
     path = _locate(name, revision, load, wanted)
     if path.is_dir() and (path / "tokenizer.json").is_file():
         return tokenizer_from_directory(path)
@@ -67,6 +66,11 @@ def load_tokenizer(model: ModelOptions, load: LoadOptions) -> Tokenizer:
     if file.suffix != ".gguf":
         raise TokenizerError(f"{file} holds no tokenizer; pass --tokenizer or --skip-tokenizer-init")
     return tokenizer_from_gguf(GgufFile(file).metadata, where=file)
+
+
+def _wanted(load: LoadOptions) -> hub.Wanted:
+    """Dummy weights need a configuration only."""
+    return hub.Wanted.tokenizer if load.load_format == "dummy" else hub.Wanted.everything
 
 
 def _locate(name: str, revision: str | None, load: LoadOptions, wanted: hub.Wanted) -> Path:
