@@ -19,20 +19,14 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pegainfer.cli.foreign import drop_foreign
-from pegainfer.config import (
-    CacheOptions,
-    EngineConfig,
-    LoadOptions,
-    ModelOptions,
-    SchedulerOptions,
-    ServerOptions,
-    parse_size,
-)
+from pegainfer.config import EngineConfig, ServerOptions, parse_size
 from pegainfer.errors import ConfigError
 
 __all__ = ["ArgumentParser", "as_words", "engine_config", "engine_values", "make", "server_options"]
 
 T = TypeVar("T")
+
+_TITLES = {"LoadOptions": "Loading", "CacheOptions": "KV cache", "EngineConfig": "Device"}
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -69,11 +63,8 @@ class ArgumentParser(argparse.ArgumentParser):
     def add_engine_options(self) -> None:
         """Everything an engine can be told. Flags of vLLM that mean nothing here are known too."""
         self._takes_engine_flags = True
-        self.add_options(ModelOptions, "Model")
-        self.add_options(LoadOptions, "Loading")
-        self.add_options(CacheOptions, "KV cache")
-        self.add_options(SchedulerOptions, "Scheduler")
-        self.add_options(EngineConfig, "Device")
+        for part in _engine_parts():
+            self.add_options(part, _TITLES.get(part.__name__, part.__name__.removesuffix("Options")))
 
     def add_options(self, options: type, title: str, *, only: Sequence[str] = ()) -> None:
         """One group of flags, from the fields of `options` (or those named by `only`) that carry metadata."""
@@ -178,8 +169,7 @@ def make(options: Callable[..., T], namespace: argparse.Namespace) -> T:
 
 def engine_values(namespace: argparse.Namespace) -> dict[str, Any]:
     """What the command line says of the engine, as `LLM(...)` takes it."""
-    parts = (ModelOptions, LoadOptions, CacheOptions, SchedulerOptions, EngineConfig)
-    names = {field.name for part in parts for field in dataclasses.fields(part) if "help" in field.metadata}
+    names = {f.name for part in _engine_parts() for f in dataclasses.fields(part) if "help" in f.metadata}
     return {name: value for name, value in vars(namespace).items() if name in names}
 
 
@@ -202,6 +192,12 @@ def as_words(namespace: argparse.Namespace, *, exclude: type) -> list[str]:
 def server_options(namespace: argparse.Namespace) -> ServerOptions:
     """The HTTP server's options."""
     return make(ServerOptions, namespace)
+
+
+def _engine_parts() -> list[Any]:
+    """The option classes that an `EngineConfig` is made of, itself last."""
+    parts = (getattr(EngineConfig(), field.name) for field in dataclasses.fields(EngineConfig))
+    return [*(type(part) for part in parts if dataclasses.is_dataclass(part)), EngineConfig]
 
 
 def _add_flag(group: Any, field: dataclasses.Field[Any], hint: Any) -> argparse.Action:

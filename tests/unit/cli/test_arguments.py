@@ -37,7 +37,8 @@ def test_every_option_has_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert left.value.code == 0
     printed = capsys.readouterr().out
     config = EngineConfig()
-    for part in (config.model, config.load, config.cache, config.scheduler, config, ServerOptions()):
+    parts = (getattr(config, field.name) for field in dataclasses.fields(config))
+    for part in (*filter(dataclasses.is_dataclass, parts), config, ServerOptions()):
         for field in dataclasses.fields(part):
             if "help" in field.metadata:
                 assert f"--{field.name.replace('_', '-')}" in printed
