@@ -20,6 +20,7 @@ __all__ = [
     "ModelOptions",
     "SchedulerOptions",
     "ServerOptions",
+    "SimulatorOptions",
     "option",
     "parse_size",
 ]
@@ -130,6 +131,20 @@ class SchedulerOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class SimulatorOptions:
+    """Serving without a model: made-up tokens at a given pace, to test and measure everything else."""
+
+    simulate: bool = option(False, "Serve made-up tokens at a fixed pace instead of running a model.")
+    sim_ttft_ms: float = option(
+        20.0, "Milliseconds that a step of the simulated model takes longer when it begins a prompt."
+    )
+    sim_tpot_ms: float = option(10.0, "Milliseconds of each step of the simulated model.")
+    sim_prefill_tokens_per_ms: float = option(
+        20.0, "Prompt tokens that the simulated model computes per millisecond."
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class ServerOptions:
     """The HTTP server."""
 
@@ -170,6 +185,7 @@ class EngineConfig:
     load: LoadOptions = LoadOptions()
     cache: CacheOptions = CacheOptions()
     scheduler: SchedulerOptions = SchedulerOptions()
+    simulator: SimulatorOptions = SimulatorOptions()
     device: str = option(
         "auto", "Where to run; `auto` takes a GPU when there is one.", choices=("auto", "cpu", "cuda")
     )
@@ -184,6 +200,7 @@ class EngineConfig:
             "load": LoadOptions,
             "cache": CacheOptions,
             "scheduler": SchedulerOptions,
+            "simulator": SimulatorOptions,
         }
         own: dict[str, Any] = {}
         for name, part in parts.items():
@@ -215,6 +232,9 @@ class EngineConfig:
             )
         if self.num_threads is not None and self.num_threads < 1:
             raise ConfigError(f"--num-threads must be at least 1, got {self.num_threads}")
+        simulator = self.simulator
+        if min(simulator.sim_ttft_ms, simulator.sim_tpot_ms) < 0 or simulator.sim_prefill_tokens_per_ms <= 0:
+            raise ConfigError("--sim-ttft-ms, --sim-tpot-ms and --sim-prefill-tokens-per-ms must be positive")
 
     @property
     def served_names(self) -> tuple[str, ...]:

@@ -4,12 +4,16 @@ frame each.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
+from pegainfer.config import EngineConfig
 from pegainfer.sampling_params import SamplingParams
 from pegainfer.scheduler.plan import FinishReason, RequestUpdate
 
 __all__ = [
+    "HEARTBEAT_S",
     "AbortRequests",
     "AddRequest",
     "CacheConfigInfo",
@@ -22,9 +26,31 @@ __all__ = [
     "RequestUpdate",
     "ResetPrefixCache",
     "Shutdown",
+    "StartEngine",
     "StepUpdates",
     "ToEngine",
+    "Vocabulary",
 ]
+
+HEARTBEAT_S = 1.0
+"""How often an engine process shows that it is alive, whatever it does."""
+
+
+class StartEngine(msgspec.Struct, frozen=True, tag=True):
+    """Client to engine, as its first word: what to build."""
+
+    config: EngineConfig
+
+
+class Vocabulary(msgspec.Struct, frozen=True, tag=True):
+    """Client to engine, as its second word: what the tokenizer, which lives with the client, says of ids.
+
+    `decodable_vocab_size` bounds the ids that may be sampled (None: all of them). `eos_token_id` ends an
+    answer beside those that the model's own configuration lists.
+    """
+
+    decodable_vocab_size: int | None = None
+    eos_token_id: int | None = None
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag=True):
@@ -55,7 +81,11 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True):
-    """A snapshot of the engine. Counters only grow; gauges are of now. `kv_cache_usage` is in 0..1."""
+    """A snapshot of the engine. Counters only grow; gauges are of now. `kv_cache_usage` is in 0..1.
+
+    `step_id` counts finished steps, `step_tokens` the tokens that all of them computed. `longest_step_s` is
+    how long the slowest took.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
@@ -67,12 +97,11 @@ class EngineStats(msgspec.Struct, frozen=True):
     generation_tokens: int = 0
     step_id: int = 0
     step_tokens: int = 0
+    longest_step_s: float = 0.0
 
 
 class StepUpdates(msgspec.Struct, frozen=True, tag=True):
-    """Engine to client: everything one step changed. Also sent without updates as a heartbeat (see
-    `EngineInfo`).
-    """
+    """Engine to client, once per step: everything that it changed."""
 
     updates: list[RequestUpdate]
     stats: EngineStats
@@ -90,8 +119,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """What the engine decided at start.
 
     `vocab_size` is the width of the logits. `phases` maps a start-up phase to its seconds, in order.
-    `heartbeat_s` is the interval at which an engine with work reports even when a step takes long, and an
-    idle one to show that it lives.
+    `generation_config` holds the sampling defaults that the options chose, `eos_token_ids` what ends an
+    answer.
     """
 
     model_name: str
@@ -107,7 +136,13 @@ class EngineInfo(msgspec.Struct, frozen=True):
     max_num_batched_tokens: int
     cache: CacheConfigInfo
     phases: dict[str, float]
-    heartbeat_s: float = 1.0
+    eos_token_ids: list[int] = []
+    generation_config: dict[str, Any] = {}
+
+    @property
+    def kv_capacity(self) -> int:
+        """Tokens that the KV cache holds."""
+        return self.cache.num_blocks * self.cache.block_size
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag=True):
@@ -125,5 +160,5 @@ class EngineFailed(msgspec.Struct, frozen=True, tag=True):
     is_user_error: bool
 
 
-ToEngine = AddRequest | AbortRequests | ResetPrefixCache | Shutdown
+ToEngine = StartEngine | Vocabulary | AddRequest | AbortRequests | ResetPrefixCache | Shutdown
 FromEngine = StepUpdates | EngineReady | EngineFailed
