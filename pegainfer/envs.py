@@ -34,9 +34,10 @@ def api_keys() -> tuple[str, ...]:
     return tuple(key for key in keys.split(",") if key)
 
 
-def log_level() -> str:
-    """`PEGAINFER_LOG_LEVEL`: DEBUG, INFO, WARNING or ERROR."""
-    return os.environ.get("PEGAINFER_LOG_LEVEL", "INFO").upper()
+def log_level(default: str = "INFO") -> str:
+    """`PEGAINFER_LOG_LEVEL`: DEBUG, INFO, WARNING or ERROR; `default` for anything else."""
+    level = os.environ.get("PEGAINFER_LOG_LEVEL", "").upper()
+    return level if level in ("DEBUG", "INFO", "WARNING", "ERROR") else default
 
 
 def cpu_isa() -> str | None:

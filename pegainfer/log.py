@@ -17,12 +17,12 @@ def get_logger(name: str) -> logging.Logger:
     return logging.getLogger(name)
 
 
-def setup_logging() -> None:
+def setup_logging(default_level: str = "INFO") -> None:
     """Send the `pegainfer` loggers to stderr. Called by commands and the engine process, never by the
-    library.
+    library. `default_level` counts where `PEGAINFER_LOG_LEVEL` is not set.
     """
     logger = logging.getLogger("pegainfer")
-    logger.setLevel(envs.log_level())
+    logger.setLevel(envs.log_level(default_level))
     if not logger.handlers:
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(logging.Formatter(_FORMAT, datefmt="%m-%d %H:%M:%S"))

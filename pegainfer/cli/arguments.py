@@ -52,13 +52,12 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def add_model(self) -> None:
         """The model, as the first word or as `--model`."""
-        self.add_argument(
-            "model_word",
-            nargs="?",
-            metavar="MODEL",
-            help="a Hugging Face directory, a GGUF file, a hub id, or the built-in name `smollm2`",
-        )
+        self.add_word("model_word", "MODEL", "a directory, a GGUF file, a hub id, or the built-in `smollm2`")
         self._has_model = True
+
+    def add_word(self, dest: str, metavar: str, help: str) -> None:
+        """A word without a flag, which may be left out."""
+        self.add_argument(dest, nargs="?", metavar=metavar, help=help)
 
     def add_engine_options(self) -> None:
         """Everything an engine can be told. Flags of vLLM that mean nothing here are known too."""

@@ -30,4 +30,7 @@ class SamplingOptions:
     def given(self) -> dict[str, Any]:
         """The values that differ from the model's defaults, by their names in requests."""
         fields = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
-        return {name: value for name, value in fields if value not in (None, (), False)}
+        # By identity: 0 and 0.0 equal False, and mean something.
+        return {
+            name: value for name, value in fields if value is not None and value is not False and value != ()
+        }

@@ -25,11 +25,8 @@ def offline_engine(namespace: argparse.Namespace) -> Iterator[LLM]:
     """The engine that the command line describes, until the block ends."""
     from pegainfer.llm import LLM
 
-    llm = LLM(**engine_values(namespace))
-    try:
+    with LLM(**engine_values(namespace)) as llm:
         yield llm
-    finally:
-        llm.close()
 
 
 def random_id_prompts(
