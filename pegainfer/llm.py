@@ -14,6 +14,7 @@ from pegainfer.config import EngineConfig
 from pegainfer.engine.build import build_engine_core
 from pegainfer.engine.defaults import sampling_defaults
 from pegainfer.engine.inputs import RequestLimits, make_requests
+from pegainfer.engine.interrupts import interrupts_deferred
 from pegainfer.engine.launch import located, tokenizer_of, vocabulary_of
 from pegainfer.engine.messages import AddRequest, EngineInfo, RequestUpdate
 from pegainfer.engine.output import Collector, OutputDelta, OutputProcessor
@@ -317,11 +318,12 @@ class LLM:
                 core.abort(running)
 
     def _step(self) -> list[RequestUpdate]:
-        try:
-            return self._core.step()
-        except Exception:
-            self.close()
-            raise
+        with interrupts_deferred():
+            try:
+                return self._core.step()
+            except Exception:
+                self.close()
+                raise
 
     def _output(self, job: _Job) -> RequestOutput:
         first = job.choices[0]

@@ -1,4 +1,5 @@
-"""The engine's own process: `python -m pegainfer.engine.child`, started by `process.EngineProcess` alone.
+"""The engine's own process: `python -m pegainfer.engine.child DESCRIPTOR DIRECTORY`, started by
+`process.EngineProcess` alone.
 
 Two things tie it to its parent: a socket pair whose closed end means that the other process is gone, in
 either direction and at once, and over which it shows once a second that it is alive; and ZeroMQ sockets for
@@ -7,13 +8,14 @@ messages. Signals are the parent's business: it drains first.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
+import shutil
 import signal
 import socket
 import sys
 import threading
+from pathlib import Path
 
 import msgspec
 import zmq
@@ -32,6 +34,7 @@ from pegainfer.engine.messages import (
     ToEngine,
     Vocabulary,
 )
+from pegainfer.engine.process import socket_addresses
 from pegainfer.errors import EngineDeadError, PegaInferError, RequestError
 from pegainfer.log import get_logger, setup_logging
 
@@ -82,19 +85,16 @@ class _Channel:
 
 def main() -> int:
     """Build the engine that the parent describes and run it until the parent says so; the exit code."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--lifeline", type=int, required=True)
-    parser.add_argument("--inbox", required=True)
-    parser.add_argument("--outbox", required=True)
-    arguments = parser.parse_args()
+    descriptor, directory = int(sys.argv[1]), Path(sys.argv[2])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    lifeline = socket.socket(fileno=arguments.lifeline)
-    os.set_inheritable(arguments.lifeline, False)
-    threading.Thread(target=_watch_parent, args=(lifeline,), daemon=True).start()
+    lifeline = socket.socket(fileno=descriptor)
+    lifeline.set_inheritable(False)
+    threading.Thread(target=_watch_parent, args=(lifeline, directory), daemon=True).start()
     setup_logging()
     context = zmq.Context[zmq.Socket[bytes]]()
-    channel = _Channel(context, arguments.inbox, arguments.outbox)
+    outbox, inbox = socket_addresses(directory)
+    channel = _Channel(context, inbox, outbox)
     try:
         _serve(channel)
         return 0
@@ -153,8 +153,8 @@ def _serve(channel: _Channel) -> None:
         channel.send(StepUpdates(core.step(), core.stats()))
 
 
-def _watch_parent(lifeline: socket.socket) -> None:
-    """Show that this process is alive, and leave at once when the parent is gone."""
+def _watch_parent(lifeline: socket.socket, directory: Path) -> None:
+    """Show that this process is alive; when the parent is gone, tidy up for it and leave at once."""
     lifeline.settimeout(HEARTBEAT_S)
     while True:
         try:
@@ -169,6 +169,7 @@ def _watch_parent(lifeline: socket.socket) -> None:
                 break
         except OSError:
             break
+    shutil.rmtree(directory, ignore_errors=True)
     os._exit(EXIT_BUG)
 
 

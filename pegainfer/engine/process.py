@@ -20,7 +20,7 @@ import zmq
 import pegainfer
 from pegainfer.engine.messages import FromEngine, ToEngine
 
-__all__ = ["EngineProcess"]
+__all__ = ["EngineProcess", "socket_addresses"]
 
 _RECONNECT_MS = 10
 
@@ -34,7 +34,7 @@ class EngineProcess:
 
     def __init__(self) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="pegainfer-"))
-        inbox, outbox = (f"ipc://{self._directory / name}" for name in ("from-engine", "to-engine"))
+        inbox, outbox = socket_addresses(self._directory)
         self._context = zmq.Context[zmq.Socket[bytes]]()
         self._in = self._context.socket(zmq.PULL)
         self._in.set(zmq.RCVHWM, 0)
@@ -48,8 +48,8 @@ class EngineProcess:
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
         self.lifeline, theirs = socket.socketpair()
         self.lifeline.setblocking(False)
-        command = [sys.executable, "-P", "-m", "pegainfer.engine.child", "--inbox", outbox, "--outbox", inbox]
-        command += ["--lifeline", str(theirs.fileno())]
+        command = [sys.executable, "-P", "-m", "pegainfer.engine.child"]
+        command += [str(theirs.fileno()), str(self._directory)]
         with theirs:
             self._process = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=_environment()
@@ -110,6 +110,11 @@ class EngineProcess:
         self._context.destroy(linger=0)
         shutil.rmtree(self._directory, ignore_errors=True)
         return code
+
+
+def socket_addresses(directory: Path) -> tuple[str, str]:
+    """Where messages from the engine and to the engine go."""
+    return f"ipc://{directory / 'from-engine'}", f"ipc://{directory / 'to-engine'}"
 
 
 def _environment() -> dict[str, str]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +113,19 @@ def test_streaming_and_leaving_early(sim: LLM) -> None:
     pieces.close()  # type: ignore[attr-defined]
     assert sim.generate("hi", spell("y", max_tokens=2), use_tqdm=False)[0].outputs[0].text == "yy"
     assert sim._core.stats().num_running == 0
+
+
+def test_ctrl_c_stops_the_call_and_not_the_engine(tmp_path: Path) -> None:
+    with LLM(str(tmp_path), simulate=True, skip_tokenizer_init=True, sim_tpot_ms=30.0) as llm:
+        for delay in (0.1, 0.115, 0.13):
+            timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
+            timer.start()
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate([[1]], SamplingParams(max_tokens=100), use_tqdm=False)
+            timer.join()
+        (output,) = llm.generate([[1]], SamplingParams(max_tokens=3), use_tqdm=False)
+        assert len(output.outputs[0].token_ids) == 3
+        assert llm._core.stats().num_running == 0
 
 
 def test_the_progress_bar_says_what_people_know(sim: LLM, capfd: pytest.CaptureFixture[str]) -> None:

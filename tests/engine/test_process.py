@@ -291,7 +291,7 @@ def test_a_dead_parent_takes_the_engine_along(tmp_path: Path) -> None:
 
             async def main():
                 async with engine() as client:
-                    print(client.pid, flush=True)
+                    print(client.pid, client._process._directory, flush=True)
                     await asyncio.sleep(60)
 
             asyncio.run(main())
@@ -301,9 +301,12 @@ def test_a_dead_parent_takes_the_engine_along(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
     with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, env=environment) as parent:
         assert parent.stdout is not None
-        child = psutil.Process(int(parent.stdout.readline()))
+        pid, directory = parent.stdout.readline().decode().split()
+        child = psutil.Process(int(pid))
+        assert Path(directory).exists()
         parent.kill()
     deadline = time.monotonic() + 3.0
     while is_alive(child):
         assert time.monotonic() < deadline
         time.sleep(0.01)
+    assert not Path(directory).exists()
