@@ -8,6 +8,7 @@ messages. Signals are the parent's business: it drains first.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import shutil
@@ -88,6 +89,8 @@ def main() -> int:
     descriptor, directory = int(sys.argv[1]), Path(sys.argv[2])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)  # shows where an engine hangs
     lifeline = socket.socket(fileno=descriptor)
     lifeline.set_inheritable(False)
     threading.Thread(target=_watch_parent, args=(lifeline, directory), daemon=True).start()

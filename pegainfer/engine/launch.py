@@ -41,10 +41,11 @@ async def launch_engine(config: EngineConfig, *, observer: RequestObserver | Non
 
 def located(config: EngineConfig) -> EngineConfig:
     """`config` with the model on this machine, fetched if need be, under the name that was asked for."""
-    if config.simulator.simulate and config.model.skip_tokenizer_init:
+    model = config.model
+    if config.simulator.simulate and (model.skip_tokenizer_init or model.tokenizer):
         return config
-    path = resolve_model(config.model, config.load)
-    model = dataclasses.replace(config.model, model=str(path), served_model_name=config.served_names)
+    path = resolve_model(model, config.load)
+    model = dataclasses.replace(model, model=str(path), served_model_name=config.served_names)
     return dataclasses.replace(config, model=model)
 
 

@@ -12,7 +12,6 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -78,9 +77,8 @@ class _Account:
 
 
 class EngineMetrics(Collector):
-    """Everything that `/metrics` says of one engine. The `observer` of an `EngineClient`.
-
-    Label `engine` is the index of the engine.
+    """Everything that `/metrics` says of one engine; for a `CollectorRegistry`. The `observer` of an
+    `EngineClient`. Label `engine` is the index of the engine.
     """
 
     def __init__(self, model_name: str, *, engine: str = "0") -> None:
@@ -108,10 +106,6 @@ class EngineMetrics(Collector):
         """Take what the engine decided at start."""
         self._info = info
         self._bind_sizes(info.max_model_len)
-
-    def register(self, registry: CollectorRegistry) -> None:
-        """Show these metrics in a registry."""
-        registry.register(self)
 
     def observe_n(self, n: int) -> None:
         """A client asked for `n` choices of a prompt."""

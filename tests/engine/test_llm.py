@@ -24,7 +24,8 @@ GOLDEN = Path("tests/golden/llama_smol")
 def sim(tmp_path: Path) -> Any:
     """A simulated LLM with the toy tokenizer."""
     write_toy(tmp_path)
-    with LLM(str(tmp_path), simulate=True, sim_ttft_ms=0, sim_tpot_ms=0, max_model_len=256) as llm:
+    pace = {"sim_ttft_ms": 0.0, "sim_tpot_ms": 0.0}
+    with LLM("simulated", tokenizer=str(tmp_path), simulate=True, max_model_len=256, **pace) as llm:
         yield llm
 
 

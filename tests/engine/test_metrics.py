@@ -17,7 +17,7 @@ from tests.engine.engines import drain, engine, run, start
 def read(metrics: EngineMetrics) -> dict[str, float]:
     """Every sample as Prometheus would scrape it: `name{label of interest}` to value."""
     registry = CollectorRegistry()
-    metrics.register(registry)
+    registry.register(metrics)
     samples = {}
     for family in text_string_to_metric_families(generate_latest(registry).decode()):
         for sample in family.samples:
