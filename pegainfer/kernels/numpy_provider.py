@@ -1,0 +1,97 @@
+"""NumPy providers: the reference of every op as the slow fallback of the CPU device.
+
+"Packed" weights are the checkpoint's own bytes here, which is what the references read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pegainfer.errors import WeightsError
+from pegainfer.ops.linear import LinearFacts
+from pegainfer.ops.moe import MoeExpertsFacts
+from pegainfer.ops.op import Launcher, Op, all_ops
+from pegainfer.ops.raw_weight import RawWeight
+from pegainfer.runtime.cpu.device import CpuDevice
+from pegainfer.runtime.device import Device, DeviceKind
+from pegainfer.runtime.tensor import Tensor
+
+__all__ = ["NumpyLauncher", "register_numpy_providers"]
+
+
+class NumpyLauncher:
+    """Calls the reference of an op when the stream comes to it."""
+
+    def __init__(self, op: Op[Any], facts: Any, device: CpuDevice) -> None:
+        self._op = op
+        self._facts = facts
+        self._device = device
+
+    def __call__(self, *nothing: Any, **arguments: Any) -> None:
+        """Enqueue the call over views of the tensors' memory."""
+        views = {name: v.numpy() if isinstance(v, Tensor) else v for name, v in arguments.items()}
+        self._device.stream.call(lambda: self._op.reference(self._facts, **views))
+
+
+class _NumpyLinear(NumpyLauncher):
+    _facts: LinearFacts
+
+    def packed_bytes(self) -> int:
+        """Bytes of the rows."""
+        return self._facts.out_features * self._facts.format.row_bytes(self._facts.in_features)
+
+    def pack(self, raw: RawWeight) -> Tensor:
+        """The rows, copied; raises `WeightsError` for another shape or format."""
+        _check(raw, self._facts.out_features, self._facts.in_features, self._facts.format)
+        return self._device.from_numpy(raw.data.reshape(-1).copy())
+
+
+class _NumpyExperts(NumpyLauncher):
+    _facts: MoeExpertsFacts
+
+    def gate_up_bytes(self) -> int:
+        """Bytes of all experts' gate and up rows."""
+        facts = self._facts
+        return facts.num_experts * 2 * facts.intermediate_size * facts.format.row_bytes(facts.hidden_size)
+
+    def down_bytes(self) -> int:
+        """Bytes of all experts' down rows."""
+        facts = self._facts
+        return facts.num_experts * facts.hidden_size * facts.format.row_bytes(facts.intermediate_size)
+
+    def pack_expert(
+        self, expert: int, gate_up_raw: RawWeight, down_raw: RawWeight, gate_up: Tensor, down: Tensor
+    ) -> None:
+        """Copy one expert's rows into place; raises `WeightsError` for another shape or format."""
+        facts = self._facts
+        _check(gate_up_raw, 2 * facts.intermediate_size, facts.hidden_size, facts.format)
+        _check(down_raw, facts.hidden_size, facts.intermediate_size, facts.format)
+        gate_up.numpy().reshape(facts.num_experts, -1)[expert] = gate_up_raw.data.reshape(-1)
+        down.numpy().reshape(facts.num_experts, -1)[expert] = down_raw.data.reshape(-1)
+
+
+_LAUNCHERS: dict[str, type[NumpyLauncher]] = {"linear": _NumpyLinear, "moe_experts": _NumpyExperts}
+
+
+def register_numpy_providers() -> None:
+    """Give every op that has none its NumPy provider, behind whatever else it has."""
+    for op in all_ops().values():
+        if any(provider.name == "numpy" for provider in op.providers):
+            continue
+        _register(op, _LAUNCHERS.get(op.name, NumpyLauncher))
+
+
+def _register(op: Op[Any], launcher: type[NumpyLauncher]) -> None:
+    def factory(facts: Any, device: Device) -> Launcher | None:
+        assert isinstance(device, CpuDevice)
+        return launcher(op, facts, device)
+
+    op.provider("numpy", DeviceKind.cpu)(factory)
+    op.providers.insert(0, op.providers.pop())  # tried last
+
+
+def _check(raw: RawWeight, rows: int, columns: int, format: Any) -> None:
+    if raw.shape != (rows, columns) or raw.format is not format:
+        raise WeightsError(
+            f"expected a {format} weight of shape [{rows}, {columns}], got {raw.format} {list(raw.shape)}"
+        )
