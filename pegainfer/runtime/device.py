@@ -17,7 +17,7 @@ import numpy as np
 from pegainfer.runtime.dtypes import DType
 from pegainfer.runtime.tensor import Tensor
 
-__all__ = ["Device", "DeviceKind", "Graph", "MemoryInfo", "Stream"]
+__all__ = ["Device", "DeviceKind", "Graph", "MemoryInfo", "Mirror", "Stream"]
 
 
 class DeviceKind(StrEnum):
@@ -33,6 +33,24 @@ class MemoryInfo:
 
     total: int
     available: int
+
+
+class Mirror(Protocol):
+    """Memory that the host writes and the device reads, at addresses that never change."""
+
+    @property
+    def host(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """The bytes to write."""
+        ...
+
+    @property
+    def tensor(self) -> Tensor:
+        """The bytes that the device reads, as of the last `upload`: uint8."""
+        ...
+
+    def upload(self, nbytes: int) -> None:
+        """Enqueue the copy of the first `nbytes` to the device (where both are the same memory: nothing)."""
+        ...
 
 
 class Graph(Protocol):
@@ -89,6 +107,10 @@ class Device(Protocol):
         ...
 
     def zeros(self, shape: tuple[int, ...], dtype: DType) -> Tensor: ...
+
+    def mirror(self, nbytes: int) -> Mirror:
+        """Zeroed memory on both sides."""
+        ...
 
     def from_numpy(self, array: np.ndarray[Any, Any]) -> Tensor:
         """A tensor with the array's contents. On the CPU a C-contiguous array is aliased, not copied."""

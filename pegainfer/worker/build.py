@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from tqdm import tqdm
 
 from pegainfer.config import EngineConfig
+from pegainfer.kernels import load_providers
 from pegainfer.kvcache.spec import KvCacheSpec
 from pegainfer.layers.parameters import BuildContext, ParameterTable
 from pegainfer.models.base import Model
@@ -140,6 +141,7 @@ def _build_model(
     dtype: DType,
 ) -> Model:
     """Bind every op, by the formats in the checkpoint's headers."""
+    load_providers(device.kind)
     present = set(checkpoint.names())
     asked = None if config.model.dtype == "auto" else dtype
 

@@ -36,10 +36,10 @@ class StepLimits:
             "slot_mapping": (self.num_tokens,),
             "query_start_loc": (self.num_requests + 1,),
             "seq_lens": (self.num_requests,),
-            "block_tables": (self.num_requests, self.max_blocks),
             "sampled_rows": (self.num_requests,),
             "scored_rows": (self.num_tokens,),
             "scored_tokens": (self.num_tokens,),
+            "block_tables": (self.num_requests, self.max_blocks),  # last: only its used rows travel
         }
         return {name: (shape, DType.int32) for name, shape in shapes.items()}
 
@@ -79,6 +79,7 @@ class ModelRunner:
         self.staging.host["sampled_rows"][:num_sampled] = sampled
         num_logits = num_sampled if num_sampled <= self._limits.num_logits else 0
         num_tokens, num_requests = layout.num_tokens, layout.num_requests
+        self.staging.upload(num_requests)
 
         def launch() -> StepResult:
             hidden = self._model.forward(self._batch(num_tokens, num_requests))

@@ -125,6 +125,7 @@ class SamplingInputs:
             self._gather_history(rows, extras, batch, arguments)
             self._gather_bias(extras, host["counters"], arguments)
             self._gather_allowed(extras, arguments)
+        self._staging.upload(count + 1)
         return arguments, self._rows["num_logprobs"][rows]
 
     def _gather_history(

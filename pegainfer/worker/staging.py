@@ -20,20 +20,28 @@ _ALIGNMENT = 64
 
 
 class StagingBuffer:
-    """One piece of memory cut into named arrays: `host[name]` to write, `tensors[name]` to read."""
+    """One piece of memory cut into named arrays: `host[name]` to write, `tensors[name]` to read.
+
+    Arrays lie in the order of `fields`; `upload` copies up to the used end of the last one.
+    """
 
     def __init__(self, device: Device, fields: Mapping[str, tuple[tuple[int, ...], DType]]) -> None:
-        nbytes = self.nbytes_of(fields)
-        memory = device.zeros((nbytes,), DType.uint8)
-        self.nbytes = nbytes
+        self.nbytes = self.nbytes_of(fields)
+        self._mirror = device.mirror(self.nbytes)
+        memory, written = self._mirror.tensor, self._mirror.host
         self.tensors: dict[str, Tensor] = {}
         self.host: dict[str, np.ndarray[Any, Any]] = {}
         start = 0
         for name, (shape, dtype) in fields.items():
-            tensor = Tensor(memory.storage, dtype, shape, offset=start // dtype.itemsize)
-            self.tensors[name] = tensor
-            self.host[name] = tensor.numpy()
+            self.tensors[name] = Tensor(memory.storage, dtype, shape, offset=start // dtype.itemsize)
+            self.host[name] = np.ndarray(shape, dtype.numpy, buffer=written.data, offset=start)
+            self._last = start
+            self._row_bytes = math.prod(shape[1:]) * dtype.itemsize
             start += _aligned(math.prod(shape) * dtype.itemsize)
+
+    def upload(self, rows: int) -> None:
+        """Enqueue the copy to the device: all arrays, of the last one only the first `rows` rows."""
+        self._mirror.upload(self._last + rows * self._row_bytes)
 
     @staticmethod
     def nbytes_of(fields: Mapping[str, tuple[tuple[int, ...], DType]]) -> int:

@@ -162,6 +162,7 @@ class Worker:
         if not counts:
             return None
         widest = max(nums)
+        self._runner.staging.upload(layout.num_requests)
         scored = self._sampler.begin_scores(total, widest)
         targets = self._runner.staging.tensors["scored_tokens"]
 

@@ -24,6 +24,17 @@ __all__ = ["CpuDevice", "make_cpu_device"]
 _logger = get_logger(__name__)
 
 
+class SharedMirror:
+    """A `Mirror` whose two sides are one."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.host: np.ndarray[Any, np.dtype[np.uint8]] = tensor.numpy()
+
+    def upload(self, nbytes: int) -> None:
+        """Nothing: the device reads what the host wrote."""
+
+
 class CpuDevice:
     """The CPU as a device. `library` holds the compiled kernels; without it only NumPy providers run."""
 
@@ -66,6 +77,10 @@ class CpuDevice:
     def zeros(self, shape: tuple[int, ...], dtype: DType) -> Tensor:
         """Memory of zeros; raises `CapacityError` when there is none."""
         return Tensor(HostStorage.allocate(math.prod(shape) * dtype.itemsize, zeroed=True), dtype, shape)
+
+    def mirror(self, nbytes: int) -> SharedMirror:
+        """Zeroed memory, the same for host and device."""
+        return SharedMirror(self.zeros((nbytes,), DType.uint8))
 
     def from_numpy(self, array: np.ndarray[Any, Any]) -> Tensor:
         """A tensor of the array's own memory when that is contiguous, else of a copy."""
