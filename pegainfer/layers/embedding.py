@@ -7,6 +7,7 @@ from pegainfer.layers.parameters import BuildContext
 from pegainfer.ops.embedding import EmbeddingFacts, embedding
 from pegainfer.ops.op import bind
 from pegainfer.ops.raw_weight import RawWeight
+from pegainfer.runtime.dtypes import DType
 from pegainfer.runtime.tensor import Tensor
 
 __all__ = ["Embedding", "LmHead"]
@@ -16,7 +17,8 @@ class LmHead:
     """Logits of hidden states: float32 `[rows, vocab_size]`."""
 
     def __init__(self, context: BuildContext, name: str, *, vocab_size: int, hidden_size: int) -> None:
-        self.linear = Linear(context, [Piece(name, vocab_size)], in_features=hidden_size)
+        piece = Piece(name, vocab_size)
+        self.linear = Linear(context, [piece], in_features=hidden_size, out=DType.float32)
 
     def __call__(self, x: Tensor, out: Tensor) -> None:
         """`x` `[rows, hidden_size]`."""

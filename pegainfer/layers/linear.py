@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any, Protocol, cast
 
 from pegainfer.layers.parameters import BuildContext, Parameter
 from pegainfer.ops.linear import LinearFacts, linear
-from pegainfer.ops.op import Launcher, bind
-from pegainfer.runtime.dtypes import WeightFormat
+from pegainfer.ops.op import bind
+from pegainfer.ops.raw_weight import RawWeight
+from pegainfer.runtime.dtypes import DType, WeightFormat
 from pegainfer.runtime.tensor import Tensor
 
 __all__ = ["Linear", "Piece"]
@@ -23,13 +25,23 @@ class Piece:
     out_features: int
 
 
+class _LinearLauncher(Protocol):
+    """A bound `linear`, which packs its own weights."""
+
+    def __call__(self, **arguments: Any) -> None: ...
+
+    def packed_bytes(self) -> int: ...
+
+    def pack(self, raw: RawWeight) -> Tensor: ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Group:
     """Neighbouring pieces of one format: one packed weight, one launch, columns `[start, stop)` of the
     output.
     """
 
-    launch: Launcher
+    launch: _LinearLauncher
     weight: Parameter
     bias: Parameter | None
     start: int
@@ -40,7 +52,8 @@ class Linear:
     """`out = x W^T + b`, or `out += ...` with `accumulate`.
 
     The outputs of the pieces stand side by side. A checkpoint may store them in different formats; then each
-    run of equal formats is a launch of its own.
+    run of equal formats is a launch of its own. `out` names an element type of the result other than that of
+    activations.
     """
 
     def __init__(
@@ -51,6 +64,7 @@ class Linear:
         in_features: int,
         bias: bool = False,
         accumulate: bool = False,
+        out: DType | None = None,
     ) -> None:
         self.in_features = in_features
         self.out_features = sum(piece.out_features for piece in pieces)
@@ -63,9 +77,8 @@ class Linear:
         for format, members in groupby(pieces, format_of):
             group = list(members)
             stop = start + sum(piece.out_features for piece in group)
-            self._groups.append(
-                _make_group(context, group, (start, stop), format, in_features, bias, accumulate)
-            )
+            facts = LinearFacts(in_features, stop - start, format, context.act, bias, accumulate, out)
+            self._groups.append(_make_group(context, group, facts, start=start))
             start = stop
 
     @property
@@ -86,26 +99,16 @@ class Linear:
             )
 
 
-def _make_group(
-    context: BuildContext,
-    pieces: list[Piece],
-    columns: tuple[int, int],
-    format: WeightFormat,
-    in_features: int,
-    has_bias: bool,
-    accumulate: bool,
-) -> _Group:
-    start, stop = columns
+def _make_group(context: BuildContext, pieces: list[Piece], facts: LinearFacts, *, start: int) -> _Group:
     sizes = [piece.out_features for piece in pieces]
-    facts = LinearFacts(in_features, stop - start, format, context.act, has_bias, accumulate)
-    launch = bind(linear, facts, context.device)
+    launch = cast(_LinearLauncher, bind(linear, facts, context.device))
     weight = context.table.matrix(
         [f"{piece.name}.weight" for piece in pieces],
         sizes,
-        in_features,
-        format=format,
+        facts.in_features,
+        format=facts.format,
         pack=launch.pack,
         nbytes=launch.packed_bytes(),
     )
-    bias = context.table.vector([f"{piece.name}.bias" for piece in pieces], sizes) if has_bias else None
-    return _Group(launch, weight, bias, start, stop)
+    bias = context.table.vector([f"{piece.name}.bias" for piece in pieces], sizes) if facts.has_bias else None
+    return _Group(launch, weight, bias, start, start + facts.out_features)

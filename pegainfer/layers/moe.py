@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, Protocol, cast
 
 from pegainfer.layers.linear import Linear, Piece
 from pegainfer.layers.parameters import BuildContext, Parameter, common_format, stack, when_complete
 from pegainfer.layers.scratch import RowScratch
 from pegainfer.ops.moe import MoeExpertsFacts, MoeRouterFacts, moe_experts, moe_router
-from pegainfer.ops.op import Launcher, bind
+from pegainfer.ops.op import bind
 from pegainfer.ops.raw_weight import RawWeight
 from pegainfer.runtime.arena import Arena
 from pegainfer.runtime.dtypes import DType, WeightFormat
@@ -53,18 +54,15 @@ class RoutedExperts:
                 for part in ("gate", "up", "down")
             ]
         )
-        self._experts = bind(
-            moe_experts,
-            MoeExpertsFacts(
-                sizes.num_experts,
-                sizes.top_k,
-                sizes.hidden_size,
-                sizes.intermediate_size,
-                format,
-                context.act,
-            ),
-            context.device,
+        facts = MoeExpertsFacts(
+            num_experts=sizes.num_experts,
+            top_k=sizes.top_k,
+            hidden_size=sizes.hidden_size,
+            intermediate_size=sizes.intermediate_size,
+            format=format,
+            act=context.act,
         )
+        self._experts = cast(_ExpertsLauncher, bind(moe_experts, facts, context.device))
         self._weights = _ExpertWeights(context, self._experts, prefixes, sizes, format)
         self._scratch = RowScratch(
             ((sizes.num_experts, context.act), (sizes.top_k, DType.int32), (sizes.top_k, DType.float32))
@@ -90,13 +88,27 @@ class RoutedExperts:
         return self._scratch.nbytes(num_tokens)
 
 
+class _ExpertsLauncher(Protocol):
+    """A bound `moe_experts`, which packs its own weights."""
+
+    def __call__(self, **arguments: Any) -> None: ...
+
+    def gate_up_bytes(self) -> int: ...
+
+    def down_bytes(self) -> int: ...
+
+    def pack_expert(
+        self, expert: int, gate_up_raw: RawWeight, down_raw: RawWeight, gate_up: Tensor, down: Tensor
+    ) -> None: ...
+
+
 class _ExpertWeights:
     """Two packed weights that hold all experts, filled expert by expert as their tensors arrive."""
 
     def __init__(
         self,
         context: BuildContext,
-        launch: Launcher,
+        launch: _ExpertsLauncher,
         prefixes: list[str],
         sizes: MoeSizes,
         format: WeightFormat,
