@@ -237,8 +237,8 @@ class Scheduler:
         had_decode = bool(draft.scheduled)
         index = 0
         while index < len(waiting) and draft.budget and self.cache.num_available:
-            if len(running) >= self.settings.max_running:
-                return
+            if len(running) + len(self._leaving) >= self.settings.max_running:
+                return  # a worker keeps those that leave until it is told to release them
             request = waiting[index]
             if request in self._leaving:
                 return  # preempted, and its last step is still to be reported

@@ -67,7 +67,8 @@ class WorkerRequest:
 class PagedWorker:
     """Executes a plan only when it is collected, the latest moment at which a real device might."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, *, max_num_seqs: int) -> None:
+        self.max_num_seqs = max_num_seqs
         self.block_size = block_size
         self.memory: list[int | None] = [None] * (num_blocks * block_size)
         self.requests: dict[str, WorkerRequest] = {}
@@ -83,28 +84,21 @@ class PagedWorker:
         for new in plan.new_requests:
             assert new.request_id not in self.requests
             self.requests[new.request_id] = WorkerRequest(new, list(new.token_ids))
+        assert len(self.requests) <= self.max_num_seqs
         assert len({entry.request_id for entry in plan.scheduled}) == len(plan.scheduled)
         busy = {block for earlier, states in self.submitted for block in self.written(earlier, states)}
         states = []
         for entry in plan.scheduled:
             state = self.requests[entry.request_id]
-            if state.table:
-                assert not busy.intersection(entry.new_block_ids), "a submitted step still writes this block"
-            else:
-                assert entry.request_id in {new.request_id for new in plan.new_requests}
+            assert state.table or any(new is state.new for new in plan.new_requests)
+            assert not busy.intersection(entry.new_block_ids), "a submitted step still writes this block"
             state.table += entry.new_block_ids
             assert len(set(state.table)) == len(state.table)
             states.append(state)
-        for entry, block in ((entry, block) for entry in plan.scheduled for block in entry.new_block_ids):
-            if block in busy:
-                assert block in self.read_only(entry), "a submitted step still writes this block"
         written = self.written(plan, states)
         assert len(set(written)) == len(written), "two requests write one block"
         self.submitted.append((plan, states))
         self.step_tokens.append(plan.num_tokens)
-
-    def read_only(self, entry: ScheduledRequest) -> set[int]:
-        return set(self.requests[entry.request_id].table[: entry.num_computed_tokens // self.block_size])
 
     def written(self, plan: StepPlan, states: list[WorkerRequest]) -> list[int]:
         blocks = []
@@ -132,6 +126,7 @@ class PagedWorker:
             assert previous is not None
             self.memory[self.slot(state, position)] = slot_value(previous, state.token_ids[position])
         if entry.request_id in self.failing:
+            state.token_ids += [0] * entry.samples
             return SampledToken(entry.request_id, error="this request's logits are not finite")
         prompt_logprobs = None
         if state.new.params.prompt_logprobs is not None:
@@ -181,7 +176,7 @@ class Driver:
         self.settings = SchedulerSettings(**(defaults | settings))
         self.cache = KvCacheManager(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
         self.scheduler = Scheduler(self.settings, self.cache)
-        self.worker = PagedWorker(num_blocks, block_size)
+        self.worker = PagedWorker(num_blocks, block_size, max_num_seqs=self.settings.max_num_seqs)
         self.requests: dict[str, Request] = {}
         self.tokens: dict[str, list[int]] = {}
         self.prompt_logprobs: dict[str, list[int]] = {}

@@ -114,6 +114,6 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, derandomize=True, database=None
+    max_examples=1500, stateful_step_count=40, deadline=None, derandomize=True, database=None
 )
 TestScheduler = SchedulerMachine.TestCase
