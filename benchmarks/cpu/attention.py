@@ -78,7 +78,8 @@ def attention(device: CpuDevice, shape: tuple[int, ...], kv_dtype: DType, new: i
     )
     pairs = new * (length - new) + new * (new + 1) / 2
     flops = 4 * pairs * num_heads * head_dim
-    return f"{seconds * 1e6:9.1f} us/layer {kv.nbytes / seconds / 1e9:6.1f} GB/s {flops / seconds / 1e9:7.1f} GFLOP/s"
+    rates = f"{kv.nbytes / seconds / 1e9:6.1f} GB/s {flops / seconds / 1e9:7.1f} GFLOP/s"
+    return f"{seconds * 1e6:9.1f} us/layer {rates}"
 
 
 def small_ops(device: CpuDevice, shape: tuple[int, ...], kv_dtype: DType, rows: int) -> dict[str, float]:

@@ -48,7 +48,7 @@ _LOG_INTERVAL_S = 10.0
 
 
 def run_server(config: EngineConfig, options: ServerOptions) -> int:
-    """Serve until a signal. The exit code: 0 after a drain, 1 when the engine was lost, 2 for a user error."""
+    """Serve until a signal; exit code 0 after a drain, 1 when the engine was lost, 2 for user errors."""
     try:
         bound = _bind(options)
     except PegaInferError as error:

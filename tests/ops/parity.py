@@ -34,7 +34,7 @@ def check_provider(op: Op[Any], provider: Provider[Any], case: Case[Any], device
             continue  # laid out privately: another op reads it
         error = relative_error(device.to_numpy(given[name]), expected[name])
         limit = op.tolerance(case.facts)
-        assert error <= limit, f"{op.name} by {provider.name}, {case.name}: {name} is off by {error:.2e} > {limit:.0e}"
+        assert error <= limit, f"{op.name} by {provider.name}, {case.name}: {name} off by {error:.2e}"
     return True
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tests.ops.native import LEVELS, device_of
 
 from pegainfer.kernels import load_providers
 from pegainfer.ops.linear import LinearFacts, linear, random_weight
 from pegainfer.ops.op import bind
 from pegainfer.runtime.device import DeviceKind
 from pegainfer.runtime.dtypes import DType, WeightFormat
+from tests.ops.native import LEVELS, device_of
 
 load_providers(DeviceKind.cpu)
 

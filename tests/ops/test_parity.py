@@ -1,18 +1,18 @@
-"""Every provider of the CPU against the reference of its op, on every case, at every instruction set level that
-this machine runs. A provider is tested by being registered.
+"""Every provider of the CPU against the reference of its op, on every case, at every instruction set level
+that this machine runs. A provider is tested by being registered.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from tests.ops.native import LEVELS, device_of
-from tests.ops.parity import check_provider
 
 from pegainfer.kernels import FAMILIES, load_providers
 from pegainfer.ops.op import all_ops
 from pegainfer.runtime.cpu.device import CpuDevice
 from pegainfer.runtime.device import DeviceKind
+from tests.ops.native import LEVELS, device_of
+from tests.ops.parity import check_provider
 
 load_providers(DeviceKind.cpu)
 

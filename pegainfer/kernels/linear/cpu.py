@@ -50,7 +50,7 @@ class _NativeLinear:
         return packed_bytes(self._facts.format, *self._sizes)
 
     def pack(self, raw: RawWeight) -> Tensor:
-        """The weight in panels, made straight from where `raw` lies; raises `WeightsError` for another one."""
+        """The weight in panels, made from where `raw` lies. Raises `WeightsError` for another one."""
         if raw.format is not self._facts.format or raw.shape != self._sizes:
             raise WeightsError(
                 f"expected a {self._facts.format} weight of shape {list(self._sizes)}, "

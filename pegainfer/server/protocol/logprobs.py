@@ -18,7 +18,7 @@ _LEAST = -9999.0
 
 
 class TokenNames:
-    """How tokens are called: by their text, or as `token_id:7` where that is asked for or no text is there."""
+    """How tokens are called: by their text, or as `token_id:7` if that is asked for or there is no text."""
 
     __slots__ = ("_as_ids", "tokenizer")
 

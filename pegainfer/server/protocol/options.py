@@ -129,7 +129,7 @@ def refuse_unbuilt(fields: Fields) -> None:
     wanted = fields.mapping("response_format")
     if wanted is not None and wanted.get("type") != "text":
         raise RequestError(
-            f"response_format of type {wanted.get('type')!r:.40} is not supported by this server, only 'text'",
+            f"response_format of type {wanted.get('type')!r:.40} is not supported here, only 'text'",
             param="response_format",
         )
 
