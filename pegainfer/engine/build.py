@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from pegainfer.config import EngineConfig
 from pegainfer.engine.core import EngineCore
 from pegainfer.engine.messages import Vocabulary
 from pegainfer.errors import ConfigError
+from pegainfer.log import get_logger
 from pegainfer.runtime.device import Device
 
 __all__ = ["build_engine_core", "make_device"]
@@ -45,9 +47,21 @@ def build_engine_core(config: EngineConfig, vocabulary: Callable[[], Vocabulary]
 
 
 def make_device(config: EngineConfig) -> Device:
-    """The device that `--device` names; raises `ConfigError` when there is none."""
+    """The device that `--device` names; `auto` is a GPU where there is one that can be used.
+
+    Raises `ConfigError` when there is none.
+    """
     if config.device == "cuda":
-        raise ConfigError("--device cuda: this installation has no CUDA device support; use --device cpu")
+        from pegainfer.runtime.cuda.device import make_cuda_device
+
+        return make_cuda_device()
+    if config.device == "auto" and Path("/dev/nvidiactl").exists():
+        try:
+            from pegainfer.runtime.cuda.device import make_cuda_device
+
+            return make_cuda_device()
+        except ConfigError as error:
+            get_logger(__name__).warning("the GPU is not used: %s", error)
     from pegainfer.runtime.cpu import make_cpu_device
 
     return make_cpu_device(config.num_threads)

@@ -1,4 +1,8 @@
-"""Recorded forwards by step size: a step whose sizes were seen before is replayed, not launched anew."""
+"""Recorded forwards by step size: sizes that come again are recorded, and replayed from then on.
+
+The first step of a size is launched as it is: it loads whatever is loaded at first use, which cannot be
+recorded, and many sizes never come again.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +29,17 @@ class GraphCache(Generic[ResultT]):
         self._stream = device.stream
         self._capacity = capacity
         self._entries: OrderedDict[GraphKey, tuple[Graph, ResultT]] = OrderedDict()
+        self._seen: set[GraphKey] = set()
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def run(self, key: GraphKey, forward: Callable[[], ResultT]) -> ResultT:
-        """Enqueue the graph of `key`, recording `forward` first if there is none."""
+        """Enqueue the graph of `key`, recorded when `forward` is wanted for the second time."""
         entry = self._entries.get(key)
+        if entry is None and key not in self._seen:
+            self._seen.add(key)
+            return forward()
         if entry is None:
             entry = self._entries[key] = self._capture(forward)
             if len(self._entries) > self._capacity:

@@ -105,6 +105,8 @@ class Sampler:
         self._width = min(max_logprobs if max_logprobs > 0 else 20, vocab_size)
         self._launchers: dict[int, tuple[Launcher, Launcher]] = {}
         self._bind(self._width)
+        if max_logprobs < 0:
+            self._bind(vocab_size)  # a device that cannot do it says so at start
         self._sampled = device.empty((max_num_seqs,), DType.int32)
         self._scored = ScoredTokens.empty(device, max_num_seqs, self._width)
 

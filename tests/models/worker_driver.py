@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from pegainfer.config import EngineConfig
+from pegainfer.engine.build import make_device
 from pegainfer.errors import WeightsError
 from pegainfer.ops.raw_weight import RawWeight
-from pegainfer.runtime.cpu import make_cpu_device
 from pegainfer.runtime.dtypes import WeightFormat
 from pegainfer.sampling_params import SamplingParams
 from pegainfer.scheduler.plan import NewRequest, SampledToken, ScheduledRequest, StepPlan, TokenLogprobs
@@ -84,9 +84,9 @@ def make_worker(
     decodable_vocab_size: int | None = None,
     **options: Any,
 ) -> Worker:
-    """A worker on the CPU, with the defaults of `engine_config` unless a whole configuration is given."""
+    """A worker on the configuration's device; `options` are those of `engine_config`, if there is none."""
     config = config or engine_config(**options)
-    device = make_cpu_device(config.num_threads)
+    device = make_device(config)
     return build_worker(config, checkpoint, device=device, decodable_vocab_size=decodable_vocab_size)
 
 
