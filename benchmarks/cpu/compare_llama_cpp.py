@@ -4,8 +4,9 @@
     python benchmarks/cpu/compare_llama_cpp.py [--models bf16 smollm2] [--llama-bin DIR] [--rounds 5]
 
 Every round runs llama.cpp's bench tools and then ours, each when the machine is otherwise idle, so that both
-see the same minutes of it; the ratios compare the best (least disturbed) and the median rounds. Ours goes through `LLM.generate` with everything that a
-user gets: scheduler, paged KV cache, sampler. Results go to `benchmarks/snapshots/cpu/`.
+see the same minutes of it; the ratios compare the best (least disturbed) and the median rounds. Ours goes
+through `LLM.generate` with everything that a user gets: scheduler, paged KV cache, sampler. Results go to
+`benchmarks/snapshots/cpu/`.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ def measure(model: Path, llama: LlamaCpp, *, rounds: int, threads: int) -> Serie
 
 
 def wait_until_quiet(limit: float = 300.0) -> None:
-    """Return when other processes leave the processors alone: threads that spin at barriers, as llama.cpp's do,
+    """Return when other processes leave the processors alone: threads that spin at barriers, as llama.cpp's,
     lose far more than their share to a neighbour. Leaves when that does not happen within `limit` seconds.
     """
     deadline = time.monotonic() + limit
