@@ -1,0 +1,240 @@
+// Paged causal attention of any number of query tokens a request (varlen), for Hopper: warpgroup products.
+//
+// A block takes one KV head and 128 rows of one request, a row being a (token, query head of the group) pair. One
+// warpgroup copies: tiles of 128 keys and values pass through three stages each in shared memory. Two warpgroups of 64
+// rows compute, and keep the tensor cores busy during their softmax: the scores of the next tile are issued before the
+// values of this one, so that the exponentials of the next overlap the product of this.
+//
+// A KV block of a layer holds keys [kv_head][BLOCK_SIZE][128], then values alike.
+// Defines: NUM_HEADS, NUM_KV_HEADS, BLOCK_SIZE (16, 32, 64 or a multiple of 128); HEAD_DIM is 128.
+#include "cuda/row_tiles.cuh"
+#include "cuda/wgmma.cuh"
+
+using namespace pega;
+
+constexpr int GROUP = NUM_HEADS / NUM_KV_HEADS;
+constexpr int DIM = 128;
+constexpr int ROWS = 128;
+constexpr int KEYS = 128;                      // a tile
+constexpr int HALF_BYTES = KEYS * 128;         // 64 columns of a tile
+constexpr int TILE_BYTES = 2 * HALF_BYTES;
+constexpr int STAGES = 3;
+constexpr int COPIERS = 128, COMPUTERS = 256;  // threads
+constexpr float NEVER = -1e30f;
+
+// Shared memory: keys [STAGES], values [STAGES], queries [2 warpgroups], barriers.
+constexpr int KEYS_AT = 0, VALUES_AT = STAGES * TILE_BYTES, QUERY_AT = 2 * STAGES * TILE_BYTES;
+constexpr int BARRIERS_AT = QUERY_AT + ROWS * DIM * 2;
+enum Barrier { KEYS_FULL = 0, KEYS_FREE = STAGES, VALUES_FULL = 2 * STAGES, VALUES_FREE = 3 * STAGES };
+
+__device__ __forceinline__ void copy_tiles(const uint8_t* kv, int64_t kv_block_stride, const int* table, int kv_head,
+                                           int num_keys, int num_tiles, uint32_t shared, uint32_t barriers) {
+  constexpr int IN_FLIGHT = 2;
+  constexpr int BLOCKS_A_TILE = BLOCK_SIZE < KEYS ? KEYS / BLOCK_SIZE : 1;
+  const int lane = threadIdx.x % 32, unit = threadIdx.x % 16, first_row = threadIdx.x / 16;
+  int oldest = -1, older = -1;  // barriers of the copies that are under way; never so many that they hold back a stage
+  auto publish = [&](int barrier) {
+    fence_for_tensor_cores();
+    barrier_arrive(barriers + barrier * 8);
+  };
+  // A lane holds the table entry of one block of a tile, read a tile ahead: nothing waits for it.
+  auto entry_of = [&](int tile) {
+    const int key = tile * KEYS + lane % BLOCKS_A_TILE * BLOCK_SIZE;
+    return key < num_keys ? table[key / BLOCK_SIZE] : 0;
+  };
+  auto load_tile = [&](int tile, int entry, bool is_value) {
+    const int stage = tile % STAGES, round = tile / STAGES;
+    if (round > 0) barrier_wait(barriers + ((is_value ? VALUES_FREE : KEYS_FREE) + stage) * 8, (round - 1) & 1);
+    const uint32_t target =
+        shared + (is_value ? VALUES_AT : KEYS_AT) + stage * TILE_BYTES + (unit / 8) * HALF_BYTES;
+    const act_t* head = reinterpret_cast<const act_t*>(kv) +
+                        (int64_t)((is_value ? NUM_KV_HEADS : 0) + kv_head) * BLOCK_SIZE * DIM + unit * 8;
+#pragma unroll 8
+    for (int i = 0; i < KEYS; i += COPIERS / 16) {
+      const int row = i + first_row, key = tile * KEYS + row;
+      const int64_t block = __shfl_sync(0xffffffffu, entry, row / BLOCK_SIZE);
+      const act_t* source = head + block * (kv_block_stride / (int64_t)sizeof(act_t)) + key % BLOCK_SIZE * DIM;
+      copy_async(target + swizzled_offset(row, unit % 8), source, key < num_keys);  // zeros beyond: NaN times 0 is NaN
+    }
+    commit_copies();
+    if (oldest >= 0) {
+      wait_for_copies<IN_FLIGHT>();
+      publish(oldest);
+    }
+    oldest = older;
+    older = (is_value ? VALUES_FULL : KEYS_FULL) + stage;
+  };
+  int current = entry_of(0), next = num_tiles > 1 ? entry_of(1) : 0;
+  load_tile(0, current, false);
+  for (int tile = 0; tile < num_tiles; ++tile) {
+    const int after = tile + 2 < num_tiles ? entry_of(tile + 2) : 0;
+    if (tile + 1 < num_tiles) load_tile(tile + 1, next, false);
+    load_tile(tile, current, true);
+    current = next;
+    next = after;
+  }
+  wait_for_copies<0>();
+  if (oldest >= 0) publish(oldest);
+  publish(older);
+}
+
+// Scores of 64 rows against one tile of keys; issued, not waited for.
+__device__ __forceinline__ void issue_scores(float (&scores)[64], uint32_t query, uint32_t keys) {
+  fence_registers(scores);
+  warpgroup_arrive();
+#pragma unroll
+  for (int k = 0; k < DIM / 16; ++k) {
+    const uint32_t column = (k % 4) * 32;
+    product_shared(scores, operand_descriptor(query + (k / 4) * (64 * 128) + column, 16),
+                   operand_descriptor(keys + (k / 4) * HALF_BYTES + column, 16), k > 0);
+  }
+  warpgroup_commit();
+}
+
+__device__ __forceinline__ void issue_values(float (&output)[64], const uint32_t (&weights)[32], uint32_t values) {
+  fence_registers(output);
+  warpgroup_arrive();
+#pragma unroll
+  for (int k = 0; k < KEYS / 16; ++k) {
+    product_registers(output, weights[4 * k], weights[4 * k + 1], weights[4 * k + 2], weights[4 * k + 3],
+                      operand_descriptor(values + k * 16 * 128, HALF_BYTES), 1);
+  }
+  warpgroup_commit();
+}
+
+extern "C" __global__ void __launch_bounds__(COPIERS + COMPUTERS, 1)
+    paged_attention_prefill_sm90(const act_t* __restrict__ q, int64_t q_stride, const uint8_t* __restrict__ kv,
+                                 int64_t kv_block_stride, const int* __restrict__ block_tables, int64_t table_stride,
+                                 const int* __restrict__ query_start_loc, const int* __restrict__ seq_lens,
+                                 act_t* __restrict__ out, int64_t out_stride, int num_requests, float scale_log2) {
+  release_successor();
+  extern __shared__ __align__(1024) uint8_t memory[];
+  const uint32_t shared = (shared_address(memory) + 1023) & ~1023u;
+  const uint32_t barriers = shared + BARRIERS_AT;
+  const int kv_head = blockIdx.y, lane = threadIdx.x % 32;
+  wait_for_predecessor();
+  const RowTile mine = find_row_tile<ROWS, GROUP>(blockIdx.x, query_start_loc, seq_lens, num_requests, lane);
+  if (mine.request < 0) return;
+  const int last_row = min((mine.tile + 1) * ROWS, mine.num_rows) - 1;
+  const int num_keys = mine.start + last_row / GROUP + 1;
+  const int num_tiles = (num_keys + KEYS - 1) / KEYS;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; ++i) {
+      barrier_init(barriers + (KEYS_FULL + i) * 8, COPIERS);
+      barrier_init(barriers + (VALUES_FULL + i) * 8, COPIERS);
+      barrier_init(barriers + (KEYS_FREE + i) * 8, COMPUTERS);
+      barrier_init(barriers + (VALUES_FREE + i) * 8, COMPUTERS);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+
+  if (threadIdx.x < COPIERS) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+    copy_tiles(kv, kv_block_stride, block_tables + mine.request * table_stride, kv_head, num_keys, num_tiles, shared,
+               barriers);
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+    const int group = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, warp = thread / 32, g = lane / 4, t = lane % 4;
+    const int first_row = mine.tile * ROWS + group * 64;
+    const uint32_t query = shared + QUERY_AT + group * (64 * DIM * 2);
+    for (int i = thread; i < 64 * 16; i += 128) {
+      const int row = first_row + i / 16, unit = i % 16;
+      const act_t* source = q + (mine.first_token + row / GROUP) * q_stride + (kv_head * GROUP + row % GROUP) * DIM;
+      const bool valid = row < mine.num_rows;
+      copy_async(query + (unit / 8) * (64 * 128) + swizzled_offset(i / 16, unit % 8), valid ? source + unit * 8 : q,
+                 valid);
+    }
+    commit_copies();
+    wait_for_copies<0>();
+    fence_for_tensor_cores();
+    if (group == 0) {
+      asm volatile("bar.sync 1, 128;" ::: "memory");
+    } else {
+      asm volatile("bar.sync 2, 128;" ::: "memory");
+    }
+
+    const int low = first_row + warp * 16 + g;
+    const int limit[2] = {mine.start + low / GROUP + 1, mine.start + (low + 8) / GROUP + 1};
+    float output[64] = {}, scores[64], maximum[2] = {NEVER, NEVER}, sum[2] = {0.f, 0.f}, rescale[2];
+    uint32_t weights[32];
+
+    // Scores of a tile become weights: mask, running maximum, exponentials, partial sums.
+    auto soften = [&](int tile) {
+      const int base = tile * KEYS;
+      if (base + KEYS > limit[0]) {  // limit[0] is the smaller one
+#pragma unroll
+        for (int i = 0; i < 64; ++i) {
+          if (base + (i / 4) * 8 + t * 2 + i % 2 >= limit[(i / 2) % 2]) scores[i] = -INFINITY;
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float top = -INFINITY;
+#pragma unroll
+        for (int i = 2 * r; i < 64; i += 4) top = fmaxf(top, fmaxf(scores[i], scores[i + 1]));
+        top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
+        top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
+        top = fmaxf(top * scale_log2, maximum[r]);
+        rescale[r] = power_of_two(maximum[r] - top);
+        maximum[r] = top;
+        float part = 0.f;
+#pragma unroll
+        for (int i = 2 * r; i < 64; i += 4) {
+          scores[i] = power_of_two(scores[i] * scale_log2 - top);
+          scores[i + 1] = power_of_two(scores[i + 1] * scale_log2 - top);
+          part += scores[i] + scores[i + 1];
+        }
+        sum[r] = sum[r] * rescale[r] + part;
+      }
+    };
+    auto take_weights = [&] {
+#pragma unroll
+      for (int i = 0; i < 32; ++i) weights[i] = pack_pair(scores[2 * i], scores[2 * i + 1]);
+    };
+
+    barrier_wait(barriers + KEYS_FULL * 8, 0);
+    issue_scores(scores, query, shared + KEYS_AT);
+    warpgroup_wait<0>();
+    fence_registers(scores);
+    barrier_arrive(barriers + KEYS_FREE * 8);
+    soften(0);
+    take_weights();
+    for (int tile = 0; tile < num_tiles - 1; ++tile) {
+      const int stage = tile % STAGES, next = (tile + 1) % STAGES;
+      barrier_wait(barriers + (KEYS_FULL + next) * 8, ((tile + 1) / STAGES) & 1);
+      issue_scores(scores, query, shared + KEYS_AT + next * TILE_BYTES);
+      barrier_wait(barriers + (VALUES_FULL + stage) * 8, (tile / STAGES) & 1);
+      issue_values(output, weights, shared + VALUES_AT + stage * TILE_BYTES);
+      warpgroup_wait<1>();
+      fence_registers(scores);
+      barrier_arrive(barriers + (KEYS_FREE + next) * 8);
+      soften(tile + 1);
+      warpgroup_wait<0>();
+      fence_registers(output);
+      barrier_arrive(barriers + (VALUES_FREE + stage) * 8);
+#pragma unroll
+      for (int i = 0; i < 64; ++i) output[i] *= rescale[(i / 2) % 2];
+      take_weights();
+    }
+    const int last = num_tiles - 1;
+    barrier_wait(barriers + (VALUES_FULL + last % STAGES) * 8, (last / STAGES) & 1);
+    issue_values(output, weights, shared + VALUES_AT + (last % STAGES) * TILE_BYTES);
+    warpgroup_wait<0>();
+    fence_registers(output);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 1);
+      sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 2);
+      const int row = low + 8 * r;
+      if (row >= mine.num_rows) continue;
+      const float inverse = sum[r] > 0.f ? 1.f / sum[r] : 0.f;
+      act_t* target = out + (mine.first_token + row / GROUP) * out_stride + (kv_head * GROUP + row % GROUP) * DIM;
+#pragma unroll
+      for (int n = 0; n < 16; ++n) {
+        *reinterpret_cast<uint32_t*>(target + n * 8 + 2 * t) =
+            pack_pair(output[4 * n + 2 * r] * inverse, output[4 * n + 2 * r + 1] * inverse);
+      }
+    }
+  }
+}

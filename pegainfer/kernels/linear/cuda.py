@@ -1,0 +1,119 @@
+"""Dense products on a GPU: our own kernel for few rows, cuBLASLt above.
+
+Weights are row-major in the activation type; quantised ones are expanded when they are packed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pegainfer.errors import WeightsError
+from pegainfer.kernels.cuda_source import cuda_device, type_define
+from pegainfer.kernels.linear.skinny import MAX_ROWS, SkinnyGemm
+from pegainfer.ops.linear import LinearFacts, linear
+from pegainfer.ops.op import Launcher
+from pegainfer.ops.raw_weight import RawWeight
+from pegainfer.runtime.cuda.module import KernelSource
+from pegainfer.runtime.device import Device, DeviceKind
+from pegainfer.runtime.dtypes import DType, WeightFormat
+from pegainfer.runtime.tensor import Tensor
+
+if TYPE_CHECKING:
+    from pegainfer.runtime.cuda.cublaslt import MatmulPlan
+    from pegainfer.runtime.cuda.device import CudaDevice
+    from pegainfer.runtime.cuda.launch import Kernel
+
+__all__ = ["CudaLinear", "device_rows"]
+
+_BIAS_THREADS = 256
+_FORMAT = {
+    DType.float32: WeightFormat.f32,
+    DType.bfloat16: WeightFormat.bf16,
+    DType.float16: WeightFormat.f16,
+}
+
+
+def device_rows(gpu: CudaDevice, raw: RawWeight, act: DType) -> Tensor:
+    """A weight in device memory: uint8, row-major in the type `act`."""
+    data = raw.data
+    if raw.format is not _FORMAT[act]:
+        data = raw.dequantize().astype(act.numpy).view(np.uint8)
+    return gpu.from_numpy(data.reshape(-1))
+
+
+class CudaLinear:
+    """The launcher of the op `linear`."""
+
+    def __init__(self, facts: LinearFacts, gpu: CudaDevice) -> None:
+        self._facts = facts
+        self._gpu = gpu
+        self._plans: dict[tuple[int, int, int], MatmulPlan] = {}
+        self._skinny: SkinnyGemm | None = None
+        self._bias_kernel: Kernel | None = None
+        self._out = facts.out or facts.act
+        if SkinnyGemm.serves(facts.act, facts.in_features):
+            self._skinny = SkinnyGemm(
+                gpu,
+                facts.act,
+                n=facts.out_features,
+                k=facts.in_features,
+                out=self._out,
+                accumulate=facts.accumulate,
+            )
+
+    def packed_bytes(self) -> int:
+        """Bytes of the packed weight."""
+        return self._facts.out_features * self._facts.in_features * self._facts.act.itemsize
+
+    def pack(self, raw: RawWeight) -> Tensor:
+        """The weight in device memory; raises `WeightsError` when it is not the one that the facts name."""
+        facts = self._facts
+        if raw.format is not facts.format or raw.shape != (facts.out_features, facts.in_features):
+            raise WeightsError(
+                f"expected a {facts.format} weight of shape [{facts.out_features}, {facts.in_features}], "
+                f"got {raw.format} {list(raw.shape)}"
+            )
+        return device_rows(self._gpu, raw, facts.act)
+
+    def __call__(self, *, x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
+        """Enqueue the product."""
+        rows = x.shape[0]
+        if self._skinny is not None and rows <= MAX_ROWS:
+            self._skinny(x, weight, out, bias=bias)
+            return
+        key = (rows, x.strides[0], out.strides[0])
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = self._plan(x, out)
+        plan.run(x.data_ptr, weight.data_ptr, out.data_ptr)
+        if bias is not None:
+            self._add_bias(bias, out)
+
+    def _plan(self, x: Tensor, out: Tensor) -> MatmulPlan:
+        facts = self._facts
+        return self._gpu.cublaslt.plan(
+            facts.act,
+            m=x.shape[0],
+            n=facts.out_features,
+            k=facts.in_features,
+            x_stride=x.strides[0],
+            out_stride=out.strides[0],
+            accumulate=facts.accumulate,
+            out_dtype=self._out,
+        )
+
+    def _add_bias(self, bias: Tensor, out: Tensor) -> None:
+        columns = self._facts.out_features
+        if self._bias_kernel is None:
+            source = KernelSource.of("linear/add_bias.cu", **type_define("ACT", self._out))
+            self._bias_kernel = self._gpu.kernel(source, "add_bias", signature="pppi")
+        grid = (out.shape[0], -(-columns // _BIAS_THREADS))
+        arguments = (bias.data_ptr, out.data_ptr, out.strides[0], columns)
+        self._bias_kernel.launch(self._gpu.stream.handle, grid, _BIAS_THREADS, *arguments)
+
+
+@linear.provider("cuda", DeviceKind.cuda)
+def _bind(facts: LinearFacts, device: Device) -> Launcher | None:
+    return CudaLinear(facts, cuda_device(device))

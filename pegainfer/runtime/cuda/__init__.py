@@ -1,0 +1,3 @@
+"""The CUDA device: driver API through cuda.bindings, kernels as cubins, graphs. Imported only when it is
+asked for.
+"""

@@ -1,0 +1,269 @@
+"""`CudaDevice`: one GPU's context, stream, memory, kernels and graphs."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pegainfer.errors import KernelError
+from pegainfer.runtime.cuda import module
+from pegainfer.runtime.cuda.driver import check, cuda, initialize
+from pegainfer.runtime.cuda.launch import Kernel
+from pegainfer.runtime.cuda.module import KernelSource
+from pegainfer.runtime.device import DeviceKind, MemoryInfo
+from pegainfer.runtime.dtypes import DType
+from pegainfer.runtime.tensor import Tensor
+
+if TYPE_CHECKING:
+    from pegainfer.runtime.cuda.cublaslt import CublasLt
+
+__all__ = ["CudaDevice", "CudaGraph", "CudaStream", "DeviceStorage", "PinnedStorage", "make_cuda_device"]
+
+_ARCHITECTURE_SPECIFIC = {(9, 0), (10, 0), (12, 0)}
+"""Capabilities whose kernels use instructions of that one architecture (`sm_90a`: wgmma, setmaxnreg)."""
+
+
+class DeviceStorage:
+    """Device memory; freed when the last tensor that views it is gone."""
+
+    __slots__ = ("nbytes", "ptr")
+
+    def __init__(self, nbytes: int) -> None:
+        self.ptr = 0  # stays 0 when the allocation fails, so that __del__ has nothing to free
+        self.ptr = int(check(cuda.cuMemAlloc(max(nbytes, 1))))
+        self.nbytes = nbytes
+
+    def host_array(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """Refused: the host cannot address device memory."""
+        raise TypeError("device memory is not host-addressable; use Device.to_numpy")
+
+    def __del__(self) -> None:
+        if self.ptr:
+            cuda.cuMemFree(self.ptr)
+
+
+class PinnedStorage:
+    """Page-locked host memory that the GPU copies from and to without staging."""
+
+    __slots__ = ("_array", "nbytes", "ptr")
+
+    def __init__(self, nbytes: int) -> None:
+        self.ptr = 0
+        self.ptr = int(check(cuda.cuMemHostAlloc(max(nbytes, 1), 0)))
+        self.nbytes = nbytes
+        buffer = (ctypes.c_uint8 * max(nbytes, 1)).from_address(self.ptr)
+        self._array: np.ndarray[Any, np.dtype[np.uint8]] = np.ctypeslib.as_array(buffer)
+
+    def host_array(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """The bytes, writable, without a copy."""
+        return self._array
+
+    def __del__(self) -> None:
+        if self.ptr:
+            cuda.cuMemFreeHost(self.ptr)
+
+
+class CudaGraph:
+    """An instantiated graph."""
+
+    def __init__(self, stream: CudaStream, graph: Any) -> None:
+        self._stream = stream
+        self._executable = check(cuda.cuGraphInstantiate(graph, 0))
+        check(cuda.cuGraphDestroy(graph))
+        check(cuda.cuGraphUpload(self._executable, stream.handle))
+
+    def replay(self) -> None:
+        """Enqueue the recorded launches as one."""
+        check(cuda.cuGraphLaunch(self._executable, self._stream.handle))
+
+    def __del__(self) -> None:
+        if hasattr(self, "_executable"):
+            cuda.cuGraphExecDestroy(self._executable)
+
+
+class CudaStream:
+    """The stream on which all of a rank's work is ordered."""
+
+    def __init__(self) -> None:
+        self.handle = check(cuda.cuStreamCreate(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING.value))
+
+    def synchronize(self) -> None:
+        """Wait for everything that was enqueued; raises `KernelError` with the driver's text when it
+        failed.
+        """
+        check(cuda.cuStreamSynchronize(self.handle))
+
+    def begin_capture(self) -> None:
+        """Record launches from now on."""
+        check(cuda.cuStreamBeginCapture(self.handle, cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
+
+    def end_capture(self) -> CudaGraph:
+        """Stop recording and instantiate what was recorded."""
+        return CudaGraph(self, check(cuda.cuStreamEndCapture(self.handle)))
+
+    def copy_to_device(self, target: Tensor, source: Tensor) -> None:
+        """Enqueue a copy of a pinned tensor's bytes into a device tensor of the same size."""
+        check(cuda.cuMemcpyHtoDAsync(target.data_ptr, source.data_ptr, source.nbytes, self.handle))
+
+    def copy_to_host(self, target: Tensor, source: Tensor) -> None:
+        """Enqueue a copy of a device tensor's bytes into a pinned tensor of the same size."""
+        check(cuda.cuMemcpyDtoHAsync(target.data_ptr, source.data_ptr, source.nbytes, self.handle))
+
+
+class PinnedMirror:
+    """A `Mirror` whose upload is one asynchronous copy."""
+
+    def __init__(self, device: CudaDevice, nbytes: int) -> None:
+        self._stream = device.stream
+        self._pinned = device.pinned((nbytes,), DType.uint8)
+        self.host: np.ndarray[Any, np.dtype[np.uint8]] = self._pinned.numpy()
+        self.host[:] = 0
+        self.tensor = device.zeros((nbytes,), DType.uint8)
+
+    def upload(self, nbytes: int) -> None:
+        """Enqueue the copy of the first bytes. They must not change before it has happened."""
+        self._stream.copy_to_device(self.tensor.slice(0, 0, nbytes), self._pinned.slice(0, 0, nbytes))
+
+
+class CudaDevice:
+    """One GPU. All calls must come from the thread that made it (or one that calls `bind_thread`)."""
+
+    kind = DeviceKind.cuda
+
+    def __init__(self, ordinal: int = 0) -> None:
+        self._device = initialize(ordinal)
+        self._context = check(cuda.cuDevicePrimaryCtxRetain(self._device))
+        self.bind_thread()
+        self.ordinal = ordinal
+        major, minor = (self._attribute(f"COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR"))
+        self.capability = (major, minor)
+        self.num_multiprocessors = self._attribute("MULTIPROCESSOR_COUNT")
+        self.stream = CudaStream()
+        self._modules: dict[KernelSource, Any] = {}
+        self._workspaces: dict[str, Tensor] = {}
+
+    @functools.cached_property
+    def name(self) -> str:
+        """The GPU's name as the driver gives it."""
+        raw: bytes = check(cuda.cuDeviceGetName(128, self._device))
+        return raw.split(b"\0")[0].decode()
+
+    @property
+    def arch(self) -> str:
+        """`sm_90a` for a Hopper GPU, `sm_89` for Ada."""
+        major, minor = self.capability
+        return f"sm_{major}{minor}" + ("a" if self.capability in _ARCHITECTURE_SPECIFIC else "")
+
+    def bind_thread(self) -> None:
+        """Make this device's context current in the calling thread."""
+        check(cuda.cuCtxSetCurrent(self._context))
+
+    def activation_dtype(self, dtype: DType) -> DType:
+        """Activations have the model's own type."""
+        return dtype
+
+    def memory_info(self) -> MemoryInfo:
+        """Bytes of the GPU: all, and free now."""
+        free, total = check(cuda.cuMemGetInfo())
+        return MemoryInfo(total=int(total), available=int(free))
+
+    def empty(self, shape: tuple[int, ...], dtype: DType) -> Tensor:
+        """Uninitialised device memory."""
+        return Tensor(DeviceStorage(math.prod(shape) * dtype.itemsize), dtype, shape)
+
+    def zeros(self, shape: tuple[int, ...], dtype: DType) -> Tensor:
+        """Zeroed device memory."""
+        tensor = self.empty(shape, dtype)
+        if tensor.nbytes:
+            check(cuda.cuMemsetD8Async(tensor.data_ptr, 0, tensor.nbytes, self.stream.handle))
+        return tensor
+
+    def pinned(self, shape: tuple[int, ...], dtype: DType) -> Tensor:
+        """Uninitialised page-locked host memory."""
+        return Tensor(PinnedStorage(math.prod(shape) * dtype.itemsize), dtype, shape)
+
+    def mirror(self, nbytes: int) -> PinnedMirror:
+        """Zeroed page-locked memory and its copy on the device."""
+        return PinnedMirror(self, nbytes)
+
+    def from_numpy(self, array: np.ndarray[Any, Any]) -> Tensor:
+        """A device copy of an array; returns when the array may be changed again."""
+        host = np.ascontiguousarray(array)
+        tensor = self.empty(host.shape, DType.of(host.dtype))
+        if tensor.nbytes:
+            source = host.ctypes.data
+            check(cuda.cuMemcpyHtoDAsync(tensor.data_ptr, source, tensor.nbytes, self.stream.handle))
+            self.stream.synchronize()
+        return tensor
+
+    def to_numpy(self, tensor: Tensor) -> np.ndarray[Any, Any]:
+        """A host copy of a contiguous tensor, after everything that was enqueued."""
+        if not tensor.is_contiguous:
+            raise KernelError("only a contiguous tensor can be copied to the host")
+        host: np.ndarray[Any, Any] = np.empty(tensor.shape, tensor.dtype.numpy)
+        if tensor.nbytes:
+            check(
+                cuda.cuMemcpyDtoHAsync(host.ctypes.data, tensor.data_ptr, tensor.nbytes, self.stream.handle)
+            )
+        self.stream.synchronize()
+        return host
+
+    def kernel(
+        self,
+        source: KernelSource,
+        name: str,
+        *,
+        signature: str,
+        shared_bytes: int = 0,
+        dependent: bool = True,
+    ) -> Kernel:
+        """The function `name` of `source`, compiled (or taken from the cache) and loaded; see `Kernel`."""
+        loaded = self._modules.get(source)
+        if loaded is None:
+            loaded = self._modules[source] = check(
+                cuda.cuModuleLoadData(module.load_cubin(source, self.arch))
+            )
+        return Kernel(
+            loaded,
+            name,
+            signature=signature,
+            shared_bytes=shared_bytes,
+            dependent=dependent and self.capability >= (9, 0),
+        )
+
+    def workspace(self, name: str, nbytes: int) -> Tensor:
+        """Zeroed memory that the ops which name it share: they run one after the other on the stream.
+
+        Whoever holds the tensor keeps its address; asking for more later makes a new one.
+        """
+        held = self._workspaces.get(name)
+        if held is None or held.nbytes < nbytes:
+            held = self._workspaces[name] = self.zeros((nbytes,), DType.uint8)
+        return held
+
+    @functools.cached_property
+    def cublaslt(self) -> CublasLt:
+        """The cuBLASLt handle of this device's stream, opened when it is first needed."""
+        from pegainfer.runtime.cuda.cublaslt import CublasLt
+
+        return CublasLt(self.stream.handle)
+
+    def close(self) -> None:
+        """Wait for the stream and unload every kernel. Tensors free their own memory."""
+        self.stream.synchronize()
+        for loaded in self._modules.values():
+            cuda.cuModuleUnload(loaded)
+        self._modules.clear()
+
+    def _attribute(self, name: str) -> int:
+        attribute = getattr(cuda.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return int(check(cuda.cuDeviceGetAttribute(attribute, self._device)))
+
+
+def make_cuda_device(ordinal: int = 0) -> CudaDevice:
+    """The GPU `ordinal`; raises `ConfigError` with one sentence when it cannot be used."""
+    return CudaDevice(ordinal)

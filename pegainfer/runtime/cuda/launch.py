@@ -1,0 +1,81 @@
+"""The one way a kernel is launched: packed arguments, a launch configuration, programmatic dependent launch.
+
+Arguments go into 8-byte slots by a signature string, one letter each: `p` pointer or 64-bit integer, `i`
+32-bit integer, `f` float32. The driver copies them during the call, so one buffer a kernel is enough.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from typing import Any
+
+from pegainfer.errors import KernelError
+from pegainfer.runtime.cuda.driver import check, cuda
+
+__all__ = ["Kernel"]
+
+_UNRAISED_SHARED = 32 * 1024  # of 48 KB without asking, the rest is left to static shared memory
+CARVEOUT = 100  # per cent of the memory that is shared
+_PACK = {"p": struct.Struct("<q"), "i": struct.Struct("<i"), "f": struct.Struct("<f")}
+
+
+class Kernel:
+    """A function of a loaded module. `shared_bytes` is its dynamic shared memory, the same at every launch.
+
+    With `dependent` the kernel may start before its predecessor on the stream has ended; it must execute
+    `griddepcontrol.wait` before it touches anything that earlier work writes or reads.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        name: str,
+        *,
+        signature: str,
+        shared_bytes: int = 0,
+        dependent: bool = True,
+    ) -> None:
+        self.name = name
+        self._function = check(cuda.cuModuleGetFunction(module, name.encode()))
+        if shared_bytes > _UNRAISED_SHARED:
+            attribute = cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            check(cuda.cuFuncSetAttribute(self._function, attribute, shared_bytes))
+        # The split of L1 and shared memory only changes when a multiprocessor is empty. With one split for
+        # all, the blocks of the next kernel can move in beside those of this one.
+        carveout = cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+        check(cuda.cuFuncSetAttribute(self._function, carveout, CARVEOUT))
+        self._packers = [_PACK[letter] for letter in signature]
+        self._values = bytearray(8 * len(signature))
+        base = ctypes.addressof(ctypes.c_char.from_buffer(self._values))
+        self._pointers = (ctypes.c_void_p * len(signature))(*(base + 8 * i for i in range(len(signature))))
+        self._params = ctypes.addressof(self._pointers)
+        self._config = cuda.CUlaunchConfig()
+        self._config.sharedMemBytes = shared_bytes
+        self._config.gridDimZ = self._config.blockDimY = self._config.blockDimZ = 1
+        if dependent:
+            value = cuda.CUlaunchAttributeValue()
+            value.programmaticStreamSerializationAllowed = 1
+            overlap = cuda.CUlaunchAttribute()
+            overlap.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            overlap.value = value
+            self._config.attrs = [overlap]
+            self._config.numAttrs = 1
+
+    def launch(self, stream: Any, grid: tuple[int, ...], block: int, *arguments: int | float) -> None:
+        """Enqueue on `stream`: `grid` of up to three dimensions, `block` threads a block."""
+        if len(arguments) != len(self._packers):
+            raise KernelError(f"{self.name} takes {len(self._packers)} arguments, got {len(arguments)}")
+        offset = 0
+        for packer, argument in zip(self._packers, arguments, strict=True):
+            packer.pack_into(self._values, offset, argument)
+            offset += 8
+        config = self._config
+        config.gridDimX = grid[0]
+        config.gridDimY = grid[1] if len(grid) > 1 else 1
+        config.gridDimZ = grid[2] if len(grid) > 2 else 1
+        config.blockDimX = block
+        config.hStream = stream
+        status = cuda.cuLaunchKernelEx(config, self._function, self._params, 0)[0]
+        if status != cuda.CUresult.CUDA_SUCCESS:
+            check((status,))
