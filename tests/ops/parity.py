@@ -12,8 +12,12 @@ from pegainfer.runtime.device import Device
 __all__ = ["check_provider", "relative_error"]
 
 
-def check_provider(op: Op[Any], provider: Provider[Any], case: Case[Any], device: Device) -> bool:
-    """Assert that the provider's outputs are the reference's; False when it declines the case's facts."""
+def check_provider(
+    op: Op[Any], provider: Provider[Any], case: Case[Any], device: Device, *, limit: float | None = None
+) -> bool:
+    """Assert that the provider's outputs are the reference's, up to `limit` instead of the op's own tolerance
+    if it is given; False when the provider declines the case's facts.
+    """
     launcher = provider.factory(case.facts, device)
     if launcher is None:
         return False
@@ -33,7 +37,7 @@ def check_provider(op: Op[Any], provider: Provider[Any], case: Case[Any], device
         if hasattr(case.arguments[name], "for_reference"):
             continue  # laid out privately: another op reads it
         error = relative_error(device.to_numpy(given[name]), expected[name])
-        limit = op.tolerance(case.facts)
+        limit = op.tolerance(case.facts) if limit is None else limit
         assert error <= limit, f"{op.name} by {provider.name}, {case.name}: {name} off by {error:.2e}"
     return True
 

@@ -1,0 +1,188 @@
+"""Kernels ahead of time: which ones a GPU that need not be there will load, and compiling them in parallel.
+
+`PlannedGpu` stands in for a device while ops are bound: it has a GPU's facts but no memory and no driver, and
+remembers the kernels that providers ask for.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any
+
+import numpy as np
+
+from pegainfer.errors import ConfigError
+from pegainfer.runtime.cuda.arguments import Arguments
+from pegainfer.runtime.cuda.module import KernelSource, load_cubin
+from pegainfer.runtime.device import Device, DeviceKind, MemoryInfo
+from pegainfer.runtime.dtypes import DType
+from pegainfer.runtime.tensor import Tensor
+
+__all__ = ["ARCHITECTURES", "PlannedGpu", "needed_kernels", "prefetch"]
+
+ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
+"""What every kernel compiles for (those of one architecture alone aside)."""
+
+_ADDRESS = 1 << 20
+_MEMORY = 80 << 30
+
+
+def needed_kernels(arch: str, bind_all: Callable[[Device], object]) -> list[KernelSource]:
+    """The kernels that a GPU of `arch` loads when `bind_all` binds ops to the device that it is given."""
+    gpu = PlannedGpu(arch)
+    bind_all(gpu)
+    return list(gpu.sources)
+
+
+def prefetch(
+    sources: Iterable[KernelSource],
+    arch: str,
+    *,
+    jobs: int | None = None,
+    on_done: Callable[[KernelSource], object] = lambda source: None,
+) -> None:
+    """Have the cubins of `sources` in the cache, `jobs` compilers at once (the compiler runs without the
+    interpreter lock). `on_done` is told of each. Raises `KernelError` for the first that does not compile.
+    """
+    # The longest sources first: they are what the others would wait for.
+    order = sorted(dict.fromkeys(sources), key=lambda source: -len(source.read()))
+    with ThreadPoolExecutor(jobs or len(os.sched_getaffinity(0))) as workers:
+        futures = {workers.submit(load_cubin, source, arch): source for source in order}
+        try:
+            for future in as_completed(futures):
+                future.result()
+                on_done(futures[future])
+        except BaseException:
+            workers.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+class PlannedGpu:
+    """A GPU of an architecture, only described. Tensors have addresses but no memory; launches check their
+    arguments and do nothing.
+    """
+
+    kind = DeviceKind.cuda
+
+    def __init__(self, arch: str, *, num_multiprocessors: int = 132) -> None:
+        matched = re.fullmatch(r"sm_(\d+)(\d)a?", arch)
+        if matched is None:
+            raise ConfigError(f"{arch!r:.40} is no GPU architecture; known are {', '.join(ARCHITECTURES)}")
+        self.arch = arch
+        self.capability = (int(matched[1]), int(matched[2]))
+        self.num_multiprocessors = num_multiprocessors
+        self.stream = _PlannedStream()
+        self.cublaslt = _PlannedLibrary()
+        self.sources: dict[KernelSource, None] = {}
+        """What was asked for, in that order."""
+
+    @property
+    def name(self) -> str:
+        """See `Device`."""
+        return f"a GPU of architecture {self.arch}"
+
+    def activation_dtype(self, dtype: DType) -> DType:
+        """Activations have the model's own type."""
+        return dtype
+
+    def memory_info(self) -> MemoryInfo:
+        """As much as models usually need."""
+        return MemoryInfo(total=_MEMORY, available=_MEMORY)
+
+    def empty(self, shape: tuple[int, ...], dtype: DType) -> Tensor:
+        """A description."""
+        return Tensor(_PlannedStorage(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize), dtype, shape)
+
+    zeros = empty
+
+    def mirror(self, nbytes: int) -> _PlannedMirror:
+        """Host memory that is never copied."""
+        return _PlannedMirror(self.empty((nbytes,), DType.uint8))
+
+    def from_numpy(self, array: np.ndarray[Any, Any]) -> Tensor:
+        """A description of what a copy would be."""
+        return self.empty(array.shape, DType.of(array.dtype))
+
+    def to_numpy(self, tensor: Tensor) -> np.ndarray[Any, Any]:
+        """Refused: there is nothing."""
+        raise TypeError("a planned GPU holds no values")
+
+    def workspace(self, name: str, nbytes: int) -> Tensor:
+        """A description."""
+        return self.empty((nbytes,), DType.uint8)
+
+    def kernel(
+        self,
+        source: KernelSource,
+        name: str,
+        *,
+        signature: str,
+        shared_bytes: int = 0,
+        dependent: bool = True,
+    ) -> _PlannedKernel:
+        """Remember that `source` is needed."""
+        self.sources[source] = None
+        return _PlannedKernel(name, signature)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class _PlannedKernel:
+    def __init__(self, name: str, signature: str) -> None:
+        self._arguments = Arguments(name, signature)
+
+    def launch(self, stream: Any, grid: tuple[int, ...], block: int, *arguments: int | float) -> None:
+        self._arguments.pack(arguments)
+
+
+class _PlannedStorage:
+    __slots__ = ("nbytes",)
+
+    ptr = _ADDRESS
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+    def host_array(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        raise TypeError("a planned GPU has no memory")
+
+
+class _PlannedMirror:
+    def __init__(self, tensor: Tensor) -> None:
+        self.host: np.ndarray[Any, np.dtype[np.uint8]] = np.zeros(tensor.shape, np.uint8)
+        self.tensor = tensor
+
+    def upload(self, nbytes: int) -> None:
+        pass
+
+
+class _PlannedStream:
+    handle = 0
+
+    def synchronize(self) -> None:
+        pass
+
+    def begin_capture(self) -> None:
+        pass
+
+    def end_capture(self) -> _PlannedGraph:
+        return _PlannedGraph()
+
+
+class _PlannedGraph:
+    def replay(self) -> None:
+        pass
+
+
+class _PlannedLibrary:
+    """Whatever a library computes needs no kernel of ours."""
+
+    def plan(self, dtype: DType, **sizes: Any) -> _PlannedLibrary:
+        return self
+
+    def run(self, x: int, weight: int, out: int) -> None:
+        pass
