@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -73,9 +74,9 @@ def test_a_damaged_or_foreign_file_is_rebuilt(damage: str) -> None:
     assert path.read_bytes() == whole
 
 
-def _load(barrier: object, results: object) -> None:
-    barrier.wait()  # type: ignore[attr-defined]
-    results.put(load_cubin(SOURCE, ARCH))  # type: ignore[attr-defined]
+def _load(barrier: Any, results: Any) -> None:
+    barrier.wait()
+    results.put(load_cubin(SOURCE, ARCH))
 
 
 def test_processes_that_write_at_once_all_get_a_whole_cubin(cache: Path) -> None:

@@ -5,6 +5,8 @@ it works on in registers. Needs NVRTC, no GPU.
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -108,3 +110,27 @@ def test_prefetch_fills_the_cache_and_reports_what_is_wrong(
 def test_an_unknown_architecture_is_refused() -> None:
     with pytest.raises(ConfigError, match="sm_90a"):
         PlannedGpu("hopper")
+
+
+def test_build_kernels_fills_a_folder_once(tmp_path: Path) -> None:
+    command = [sys.executable, "scripts/build-kernels", "tests/golden/qwen3_dense", "--arch", MAIN]
+    command += ["--output", str(tmp_path)]
+    written = []
+    for _ in range(2):
+        done = subprocess.run(command, cwd=KERNELS.parents[1], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert f"{MAIN}: 100%" in done.stderr
+        files = sorted(tmp_path.glob(f"kernels/{MAIN}/*.cubin"))
+        written.append([(path, path.stat().st_mtime_ns) for path in files])
+    assert written[0] == written[1]
+    stems = {path.name.rpartition("-")[0] for path, _ in written[0]}
+    assert {"attention-generic", "gather-gather_rows", "sampling-sample"} <= stems
+
+
+def test_build_kernels_refuses_what_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["Other"], "model_type": "other"}')
+    command = [sys.executable, "scripts/build-kernels", str(tmp_path), "--arch", MAIN]
+    done = subprocess.run(command, cwd=KERNELS.parents[1], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("build-kernels: ")
+    assert done.stderr.count("\n") == 1
