@@ -7,6 +7,8 @@ from typing import Protocol
 
 from pegainfer.kvcache.spec import FullAttention
 from pegainfer.layers.linear import Linear, Piece
+from pegainfer.layers.norm import RmsNorm
+from pegainfer.layers.normed_linear import NormedLinear
 from pegainfer.layers.parameters import BuildContext, Parameter
 from pegainfer.layers.rotary import RotaryEmbedding
 from pegainfer.layers.scratch import RowScratch
@@ -65,15 +67,23 @@ class AttentionSizes:
 
 
 class SelfAttention:
-    """`residual += o(attention(rope(norm(q(x))), rope(norm(k(x))), v(x)))`, causal, scale `head_dim^-0.5`."""
+    """`residual += o(attention(rope(norm(q(x))), rope(norm(k(x))), v(x)))` with `x = norm(residual)`; causal,
+    scale `head_dim^-0.5`.
+    """
 
     def __init__(
-        self, context: BuildContext, name: str, sizes: AttentionSizes, *, rotary: RotaryEmbedding
+        self,
+        context: BuildContext,
+        name: str,
+        sizes: AttentionSizes,
+        *,
+        norm: RmsNorm,
+        rotary: RotaryEmbedding,
     ) -> None:
         heads, kv_heads, head_dim = sizes.num_heads, sizes.num_kv_heads, sizes.head_dim
         self.kv_spec = FullAttention(kv_heads, head_dim, context.kv_dtype)
         self._rotary = rotary
-        self._qkv = Linear(
+        qkv = Linear(
             context,
             [
                 Piece(f"{name}.q_proj", heads * head_dim),
@@ -83,6 +93,7 @@ class SelfAttention:
             in_features=sizes.hidden_size,
             bias=sizes.qkv_bias,
         )
+        self._qkv = NormedLinear(context, norm, qkv)
         self._q_norm: Parameter | None = None
         self._k_norm: Parameter | None = None
         if sizes.qk_norm_eps is not None:
@@ -128,11 +139,13 @@ class SelfAttention:
             ((width + 2 * kv_heads * head_dim, context.act), (width, context.act), (width, context.act))
         )
 
-    def __call__(self, x: Tensor, residual: Tensor, inputs: AttentionInputs, kv: PagedKv) -> None:
-        """`x` and `residual` `[T, hidden_size]`; writes this step's keys and values to `kv` first."""
+    def __call__(self, residual: Tensor, normed: Tensor, inputs: AttentionInputs, kv: PagedKv) -> None:
+        """`residual` and, as scratch, `normed` are `[T, hidden_size]`; this step's keys and values go to `kv`
+        first.
+        """
         with inputs.arena.scope():
-            qkv, queries, mixed = self._scratch.take(inputs.arena, x.shape[0])
-            self._qkv(x, qkv)
+            qkv, queries, mixed = self._scratch.take(inputs.arena, residual.shape[0])
+            self._qkv(residual, qkv, normed=normed)
             self._rope(
                 qkv=qkv,
                 positions=inputs.positions,

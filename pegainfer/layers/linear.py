@@ -41,6 +41,7 @@ class _Group:
     output.
     """
 
+    facts: LinearFacts
     launch: _LinearLauncher
     weight: Parameter
     bias: Parameter | None
@@ -87,6 +88,16 @@ class Linear:
         assert len(self._groups) == 1
         return self._groups[0].weight
 
+    @property
+    def packed_bias(self) -> Parameter | None:
+        """The bias that belongs to `packed_weight`."""
+        return self._groups[0].bias
+
+    @property
+    def whole(self) -> LinearFacts | None:
+        """The multiplication, if it is a single one."""
+        return self._groups[0].facts if len(self._groups) == 1 else None
+
     def __call__(self, x: Tensor, out: Tensor) -> None:
         """`x` `[T, in_features]`, `out` `[T, out_features]`."""
         whole = len(self._groups) == 1
@@ -111,4 +122,4 @@ def _make_group(context: BuildContext, pieces: list[Piece], facts: LinearFacts, 
         nbytes=launch.packed_bytes(),
     )
     bias = context.table.vector([f"{piece.name}.bias" for piece in pieces], sizes) if facts.has_bias else None
-    return _Group(launch, weight, bias, start, start + facts.out_features)
+    return _Group(facts, launch, weight, bias, start, start + facts.out_features)

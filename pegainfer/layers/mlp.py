@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Protocol
 
 from pegainfer.layers.linear import Linear, Piece
+from pegainfer.layers.norm import RmsNorm
+from pegainfer.layers.normed_linear import NormedLinear
 from pegainfer.layers.parameters import BuildContext
 from pegainfer.layers.scratch import RowScratch
-from pegainfer.ops.activation import SiluAndMulFacts, silu_and_mul
-from pegainfer.ops.op import bind
 from pegainfer.runtime.arena import Arena
 from pegainfer.runtime.tensor import Tensor
 
@@ -16,10 +16,10 @@ __all__ = ["FeedForward", "Mlp"]
 
 
 class FeedForward(Protocol):
-    """Anything that adds a function of `x` to the residual stream, token by token."""
+    """Anything that adds a function of the normalised residual stream to it, token by token."""
 
-    def __call__(self, x: Tensor, residual: Tensor, arena: Arena) -> None:
-        """`residual += f(x)`; both `[T, hidden_size]`."""
+    def __call__(self, residual: Tensor, normed: Tensor, arena: Arena) -> None:
+        """`residual += f(norm(residual))`; `normed` is scratch; both `[T, hidden_size]`."""
         ...
 
     def arena_bytes(self, num_tokens: int) -> int:
@@ -28,24 +28,25 @@ class FeedForward(Protocol):
 
 
 class Mlp:
-    """`residual += down(silu(gate(x)) * up(x))`."""
+    """`residual += down(silu(gate(x)) * up(x))` with `x = norm(residual)`."""
 
     def __init__(
         self,
         context: BuildContext,
         name: str,
         *,
+        norm: RmsNorm,
         hidden_size: int,
         intermediate_size: int,
         bias: bool = False,
     ) -> None:
-        self._gate_up = Linear(
+        gate_up = Linear(
             context,
             [Piece(f"{name}.{part}", intermediate_size) for part in ("gate_proj", "up_proj")],
             in_features=hidden_size,
             bias=bias,
         )
-        self._activation = bind(silu_and_mul, SiluAndMulFacts(intermediate_size, context.act), context.device)
+        self._gated = NormedLinear(context, norm, gate_up, gated=True)
         self._down = Linear(
             context,
             [Piece(f"{name}.down_proj", hidden_size)],
@@ -55,12 +56,11 @@ class Mlp:
         )
         self._scratch = RowScratch(((2 * intermediate_size, context.act), (intermediate_size, context.act)))
 
-    def __call__(self, x: Tensor, residual: Tensor, arena: Arena) -> None:
+    def __call__(self, residual: Tensor, normed: Tensor, arena: Arena) -> None:
         """See `FeedForward`."""
         with arena.scope():
-            gate_up, hidden = self._scratch.take(arena, x.shape[0])
-            self._gate_up(x, gate_up)
-            self._activation(gate_up=gate_up, out=hidden)
+            gate_up, hidden = self._scratch.take(arena, residual.shape[0])
+            self._gated(residual, hidden, normed=normed, wide=gate_up)
             self._down(hidden, residual)
 
     def arena_bytes(self, num_tokens: int) -> int:

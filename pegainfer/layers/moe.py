@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, Protocol, cast
 
 from pegainfer.layers.linear import Linear, Piece
+from pegainfer.layers.norm import RmsNorm
 from pegainfer.layers.parameters import BuildContext, Parameter, common_format, stack, when_complete
 from pegainfer.layers.scratch import RowScratch
 from pegainfer.ops.moe import MoeExpertsFacts, MoeRouterFacts, moe_experts, moe_router
@@ -37,7 +38,8 @@ class RoutedExperts:
     kept in one format.
     """
 
-    def __init__(self, context: BuildContext, name: str, sizes: MoeSizes) -> None:
+    def __init__(self, context: BuildContext, name: str, sizes: MoeSizes, *, norm: RmsNorm) -> None:
+        self._norm = norm
         self._gate = Linear(
             context, [Piece(f"{name}.gate", sizes.num_experts)], in_features=sizes.hidden_size
         )
@@ -68,14 +70,15 @@ class RoutedExperts:
             ((sizes.num_experts, context.act), (sizes.top_k, DType.int32), (sizes.top_k, DType.float32))
         )
 
-    def __call__(self, x: Tensor, residual: Tensor, arena: Arena) -> None:
+    def __call__(self, residual: Tensor, normed: Tensor, arena: Arena) -> None:
         """See `FeedForward`."""
         with arena.scope():
-            logits, ids, weights = self._scratch.take(arena, x.shape[0])
-            self._gate(x, logits)
+            logits, ids, weights = self._scratch.take(arena, residual.shape[0])
+            self._norm(residual, normed)
+            self._gate(normed, logits)
             self._route(logits=logits, topk_ids=ids, topk_weights=weights)
             self._experts(
-                x=x,
+                x=normed,
                 gate_up=self._weights.gate_up.tensor,
                 down=self._weights.down.tensor,
                 topk_ids=ids,

@@ -13,6 +13,7 @@ from pegainfer.layers.attention import AttentionSizes, SelfAttention
 from pegainfer.layers.embedding import Embedding, LmHead
 from pegainfer.layers.mlp import FeedForward, Mlp
 from pegainfer.layers.norm import RmsNorm
+from pegainfer.layers.normed_linear import NormedLinear
 from pegainfer.layers.parameters import BuildContext, ParameterTable
 from pegainfer.layers.rotary import RotaryEmbedding
 from pegainfer.layers.scratch import RowScratch
@@ -26,15 +27,18 @@ from pegainfer.runtime.tensor import Tensor
 
 __all__ = ["Decoder", "FeedForwardFactory", "dense_feed_forward"]
 
-FeedForwardFactory = Callable[[BuildContext, ModelConfig, int, str], FeedForward]
-"""Makes the feed-forward of a layer: context, config, layer number, checkpoint prefix."""
+FeedForwardFactory = Callable[[BuildContext, ModelConfig, int, str, RmsNorm], FeedForward]
+"""Makes the feed-forward of a layer: context, config, layer number, checkpoint prefix, the norm before it."""
 
 
-def dense_feed_forward(context: BuildContext, config: ModelConfig, layer: int, name: str) -> FeedForward:
+def dense_feed_forward(
+    context: BuildContext, config: ModelConfig, layer: int, name: str, norm: RmsNorm
+) -> FeedForward:
     """The gated feed-forward that most layers have."""
     return Mlp(
         context,
         name,
+        norm=norm,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
         bias=config.mlp_bias,
@@ -43,9 +47,7 @@ def dense_feed_forward(context: BuildContext, config: ModelConfig, layer: int, n
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    input_norm: RmsNorm
     attention: SelfAttention
-    post_attention_norm: RmsNorm
     feed_forward: FeedForward
 
 
@@ -88,15 +90,18 @@ class Decoder:
         self._layers: list[_Layer] = []
         for index in range(config.num_hidden_layers):
             name = f"model.layers.{index}"
+            before, after = (
+                RmsNorm(context, f"{name}.{norm}", size=size, eps=eps)
+                for norm in ("input_layernorm", "post_attention_layernorm")
+            )
             self._layers.append(
                 _Layer(
-                    RmsNorm(context, f"{name}.input_layernorm", size=size, eps=eps),
-                    SelfAttention(context, f"{name}.self_attn", attention, rotary=self._rotary),
-                    RmsNorm(context, f"{name}.post_attention_layernorm", size=size, eps=eps),
-                    feed_forward(context, config, index, f"{name}.mlp"),
+                    SelfAttention(context, f"{name}.self_attn", attention, norm=before, rotary=self._rotary),
+                    feed_forward(context, config, index, f"{name}.mlp", after),
                 )
             )
-        self._norm = RmsNorm(context, "model.norm", size=size, eps=eps)
+        norm = RmsNorm(context, "model.norm", size=size, eps=eps)
+        self._normed_head = NormedLinear(context, norm, self._head.linear)
         self._gather = bind(gather_rows, GatherRowsFacts(size, context.act), context.device)
         self._stream = RowScratch(((size, context.act), (size, context.act)))
         self._head_scratch = RowScratch(
@@ -155,16 +160,13 @@ class Decoder:
         hidden, normed = self._stream.take(arena, batch.num_tokens)
         self._embedding(batch.token_ids, hidden)
         for layer, kv in zip(self._layers, batch.kv, strict=True):
-            layer.input_norm(hidden, normed)
-            layer.attention(normed, hidden, batch, kv)
-            layer.post_attention_norm(hidden, normed)
-            layer.feed_forward(normed, hidden, arena)
+            layer.attention(hidden, normed, batch, kv)
+            layer.feed_forward(hidden, normed, arena)
         return hidden
 
     def compute_logits(self, hidden: Tensor, indices: Tensor, arena: Arena) -> Tensor:
         """See `Model`."""
         rows, normed, logits = self._head_scratch.take(arena, indices.shape[0])
         self._gather(x=hidden, indices=indices, out=rows)
-        self._norm(rows, normed)
-        self._head(normed, logits)
+        self._normed_head(rows, logits, normed=normed)
         return logits

@@ -20,7 +20,18 @@ from pegainfer.errors import KernelError
 from pegainfer.runtime.device import Device, DeviceKind
 from pegainfer.runtime.tensor import Tensor
 
-__all__ = ["Binding", "Case", "CaseInput", "Launcher", "Op", "Provider", "all_ops", "bind", "record_bindings"]
+__all__ = [
+    "Binding",
+    "Case",
+    "CaseInput",
+    "Launcher",
+    "Op",
+    "Provider",
+    "all_ops",
+    "bind",
+    "bind_fused",
+    "record_bindings",
+]
 
 FactsT = TypeVar("FactsT")
 
@@ -134,11 +145,25 @@ def bind(op: Op[FactsT], facts: FactsT, device: Device) -> Launcher:
     """The launcher of the best provider for `facts` on `device`; raises `KernelError` when none serves
     them.
     """
+    launcher = _find(op, facts, device, without="")
+    if launcher is None:
+        raise KernelError(f"no provider of op {op.name} on {device.kind} serves {facts}")
+    return launcher
+
+
+def bind_fused(op: Op[FactsT], facts: FactsT, device: Device) -> Launcher | None:
+    """Like `bind`, for an op that only saves launches: None where the device has no kernel for it, since its
+    parts are then better than the reference.
+    """
+    return _find(op, facts, device, without="numpy")
+
+
+def _find(op: Op[FactsT], facts: FactsT, device: Device, *, without: str) -> Launcher | None:
     for provider in reversed(op.providers):
-        if provider.kind is device.kind:
+        if provider.kind is device.kind and provider.name != without:
             launcher = provider.factory(facts, device)
             if launcher is not None:
                 for record in _RECORDS:
                     record.append(Binding(op.name, facts, provider))
                 return launcher
-    raise KernelError(f"no provider of op {op.name} on {device.kind} serves {facts}")
+    return None

@@ -13,6 +13,7 @@ from pegainfer.errors import WeightsError
 from pegainfer.kernels.cuda_source import cuda_device, type_define
 from pegainfer.kernels.linear.skinny import MAX_ROWS, SkinnyGemm
 from pegainfer.ops.linear import LinearFacts, linear
+from pegainfer.ops.norm_linear import NormLinearFacts, norm_linear
 from pegainfer.ops.op import Launcher
 from pegainfer.ops.raw_weight import RawWeight
 from pegainfer.runtime.cuda.module import KernelSource
@@ -117,3 +118,34 @@ class CudaLinear:
 @linear.provider("cuda", DeviceKind.cuda)
 def _bind(facts: LinearFacts, device: Device) -> Launcher | None:
     return CudaLinear(facts, cuda_device(device))
+
+
+class CudaNormLinear:
+    """The launcher of the op `norm_linear`, over the rows that `CudaLinear` packs."""
+
+    max_rows = MAX_ROWS
+
+    def __init__(self, facts: NormLinearFacts, gpu: CudaDevice) -> None:
+        self._eps = facts.eps
+        self._skinny = SkinnyGemm(
+            gpu,
+            facts.act,
+            n=facts.out_features,
+            k=facts.in_features,
+            norm=True,
+            gated=facts.gated,
+            out=facts.out or facts.act,
+        )
+
+    def __call__(
+        self, *, x: Tensor, norm: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None
+    ) -> None:
+        """Enqueue the fused product of at most `max_rows` rows."""
+        self._skinny(x, weight, out, bias=bias, norm_weight=norm, eps=self._eps)
+
+
+@norm_linear.provider("cuda", DeviceKind.cuda)
+def _bind_norm(facts: NormLinearFacts, device: Device) -> Launcher | None:
+    if not SkinnyGemm.serves(facts.act, facts.in_features):
+        return None
+    return CudaNormLinear(facts, cuda_device(device))

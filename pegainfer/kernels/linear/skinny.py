@@ -59,7 +59,7 @@ class SkinnyGemm:
         self._stream = gpu.stream.handle
         self._variants = []
         for tokens, stages, rows in _VARIANTS:
-            stage_bytes = (rows + tokens + int(norm)) * _CHUNK * 2
+            stage_bytes = (rows + tokens) * _CHUNK * 2 + int(norm) * _CHUNK * 4
             kernel = gpu.kernel(
                 skinny_source(act, tokens, stages, norm=norm, gated=gated, out=out),
                 "skinny_gemm",

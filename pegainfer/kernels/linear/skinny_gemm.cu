@@ -28,7 +28,8 @@ constexpr int ROWS = 16 * ROW_TILES;      // weight rows a tile
 constexpr int CHUNK = 64;                 // columns a chunk
 constexpr int ROW_BYTES = CHUNK * 2;
 constexpr int WEIGHT_BYTES = ROWS * ROW_BYTES;
-constexpr int STAGE_BYTES = WEIGHT_BYTES + (TOKENS + NORM) * ROW_BYTES;
+constexpr int NORM_AT = WEIGHT_BYTES + TOKENS * ROW_BYTES;  // float32 norm weights of a chunk
+constexpr int STAGE_BYTES = NORM_AT + NORM * CHUNK * 4;
 constexpr int OUTPUTS = GATED ? ROWS / 2 : ROWS;  // columns of out a tile
 constexpr int COLUMNS = TOKENS / 8;       // n8 tiles of tokens
 constexpr int PARTIAL = ROWS * TOKENS;    // floats a warp contributes to a tile
@@ -47,12 +48,11 @@ __device__ __forceinline__ float2 unpack(uint32_t pair) {
 #endif
 }
 
-// Multiply pairs and add the squares of the first factor to `squares`.
-__device__ __forceinline__ uint32_t scale_pair(uint32_t x, uint32_t weight, float& squares) {
+// A pair times its norm weights (as bits); the squares of the pair are added to `squares`.
+__device__ __forceinline__ uint32_t scale_pair(uint32_t x, uint32_t low, uint32_t high, float& squares) {
   const float2 values = unpack(x);
   squares += values.x * values.x + values.y * values.y;
-  const pair_t product = __hmul2(*reinterpret_cast<const pair_t*>(&x), *reinterpret_cast<const pair_t*>(&weight));
-  return *reinterpret_cast<const uint32_t*>(&product);
+  return pack_pair(values.x * __uint_as_float(low), values.y * __uint_as_float(high));
 }
 
 // Byte offset of the 16-byte unit `unit` (0..7) of row `row`: odd rows swap halves, which keeps the banks apart.
@@ -62,7 +62,7 @@ __device__ __forceinline__ uint32_t unit_offset(int row, int unit) {
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
     skinny_gemm(const act_t* __restrict__ x, int64_t x_stride, const act_t* __restrict__ weight,
-                const float* __restrict__ bias, const act_t* __restrict__ norm_weight, out_t* __restrict__ out,
+                const float* __restrict__ bias, const float* __restrict__ norm_weight, out_t* __restrict__ out,
                 int64_t out_stride, int num_tokens, int n, int k, int accumulate, float eps) {
   release_successor();
   extern __shared__ __align__(128) uint8_t shared[];
@@ -108,7 +108,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
       if (copy_row + i < num_tokens) copy_async(stage + unit_offset(copy_row + i, copy_unit), source + i * x_stride);
     }
 #if NORM
-    if (copy_row == 0) copy_async(stage + unit_offset(TOKENS, copy_unit), norm_weight + column_of(token_chunk));
+    if (lane < CHUNK / 4) {
+      copy_async(stage - WEIGHT_BYTES + NORM_AT + lane * 16, norm_weight + (token_chunk * WARPS + warp) * CHUNK + lane * 4);
+    }
 #endif
     if (++token_chunk == num_chunks) token_chunk = 0;
   };
@@ -142,13 +144,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
           tokens[c] = load_shared(stage + WEIGHT_BYTES + unit_offset(c * 8 + g, half * 4 + t));
         }
 #if NORM
-        const uint4 scale = load_shared(stage + WEIGHT_BYTES + unit_offset(TOKENS, half * 4 + t));
+        const uint4 first = load_shared(stage + NORM_AT + (half * 4 + t) * 32);
+        const uint4 second = load_shared(stage + NORM_AT + (half * 4 + t) * 32 + 16);
 #pragma unroll
         for (int c = 0; c < COLUMNS; ++c) {
-          tokens[c].x = scale_pair(tokens[c].x, scale.x, my_squares[c]);
-          tokens[c].y = scale_pair(tokens[c].y, scale.y, my_squares[c]);
-          tokens[c].z = scale_pair(tokens[c].z, scale.z, my_squares[c]);
-          tokens[c].w = scale_pair(tokens[c].w, scale.w, my_squares[c]);
+          tokens[c].x = scale_pair(tokens[c].x, first.x, first.y, my_squares[c]);
+          tokens[c].y = scale_pair(tokens[c].y, first.z, first.w, my_squares[c]);
+          tokens[c].z = scale_pair(tokens[c].z, second.x, second.y, my_squares[c]);
+          tokens[c].w = scale_pair(tokens[c].w, second.z, second.w, my_squares[c]);
         }
 #endif
 #pragma unroll
