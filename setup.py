@@ -20,9 +20,7 @@ ROOT = Path(__file__).resolve().parent
 
 def kernel_build() -> ModuleType:
     """`pegainfer.kernels.build`, loaded by its path: nothing is installed yet."""
-    spec = importlib.util.spec_from_file_location(
-        "kernel_build", ROOT / "pegainfer" / "kernels" / "build.py"
-    )
+    spec = importlib.util.spec_from_file_location("kernel_build", ROOT / "pegainfer" / "kernels" / "build.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -2,9 +2,9 @@
 
     python benchmarks/gpu/serve.py CONFIG.json [--rows 1/256@1 1024/128@16 ...] [--out FILE]
 
-Weights are random at the shapes of CONFIG (`--load-format dummy`); every row draws new prompts, so that no row
-finds another's prefixes in the cache. Rows are `input/output@concurrency` or `input/output@RATErps`. The client
-is `pegainfer bench serve`. The results, with commit, driver and flags, go to `benchmarks/snapshots/`.
+Weights are random at the shapes of CONFIG (`--load-format dummy`); every row draws new prompts, so that no
+row finds another's prefixes in the cache. Rows are `input/output@concurrency` or `input/output@RATErps`. The
+client is `pegainfer bench serve`. The results, with commit, driver and flags, go to `benchmarks/snapshots/`.
 """
 
 from __future__ import annotations
@@ -49,12 +49,13 @@ def main() -> int:
         *(f"--{flag}" for flag in options.flag),
     ]
     command = [sys.executable, "-m", "pegainfer", "serve", str(options.config), *flags]
-    log = tempfile.NamedTemporaryFile("w+", suffix=".log")
+    log = Path(tempfile.mkdtemp()) / "server.log"
     start = time.perf_counter()
-    server = subprocess.Popen(command, stdout=log, stderr=log)
+    with log.open("w") as output:
+        server = subprocess.Popen(command, stdout=output, stderr=output)
     result: dict[str, Any] = {"rows": {}, "ttft": {}}
     try:
-        wait_until_ready(server, log.name)
+        wait_until_ready(server, log)
         result["start_s"] = round(time.perf_counter() - start, 2)
         result["rss_idle_mb"] = memory_mb(server.pid)
         print(f"ready after {result['start_s']} s, RSS {result['rss_idle_mb']} MB", flush=True)
@@ -69,7 +70,7 @@ def main() -> int:
     finally:
         server.terminate()
         server.wait(60)
-        print(Path(log.name).read_text()[-3000:], flush=True)
+        print(log.read_text()[-3000:], flush=True)
     result |= {"version": __version__, "config": options.config.stem, "flags": flags, **machine()}
     target = options.out or ROOT / "benchmarks" / "snapshots" / "gpu" / f"{options.config.stem}.json"
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -78,7 +79,7 @@ def main() -> int:
     return 0
 
 
-def wait_until_ready(server: subprocess.Popen[bytes], log: str) -> None:
+def wait_until_ready(server: subprocess.Popen[bytes], log: Path) -> None:
     """Return when /health is 200; raises when the server has ended."""
     while server.poll() is None:
         try:
@@ -87,7 +88,7 @@ def wait_until_ready(server: subprocess.Popen[bytes], log: str) -> None:
                     return
         except OSError:
             time.sleep(0.02)
-    raise SystemExit(f"the server ended:\n{Path(log).read_text()[-4000:]}")
+    raise SystemExit(f"the server ended:\n{log.read_text()[-4000:]}")
 
 
 def run_row(row: str) -> dict[str, float]:

@@ -1,8 +1,8 @@
 """RMSNorm, a multiplication and, where it is gated, SwiGLU in one: what a device may fuse for few rows.
 
 `out = linear(rms_norm(x))`, or with `gated`, where the weight has gate rows, then up rows,
-`out = silu(gate) * up`. The weight is the packed weight of the device's `linear` over the same matrix. A provider's
-launcher has `max_rows`: with more rows the parts are launched one by one.
+`out = silu(gate) * up`. The weight is the packed weight of the device's `linear` over the same matrix. A
+provider's launcher has `max_rows`: with more rows the parts are launched one by one.
 """
 
 from __future__ import annotations
