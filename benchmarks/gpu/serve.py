@@ -1,8 +1,9 @@
 """The serving table on a GPU: start-up, memory, latencies and throughput through the real server.
 
-    python benchmarks/gpu/serve.py CONFIG.json [--rows 1/256@1 1024/128@16 ...] [--out FILE]
+    python benchmarks/gpu/serve.py MODEL [--rows 1/256@1 1024/128@16 ...] [--out FILE]
 
-Weights are random at the shapes of CONFIG (`--load-format dummy`); every row draws new prompts, so that no
+MODEL is a checkpoint, or a config.json for random weights of its shapes (which take longer to make than to
+read: for start-up times write a directory with `scripts/make-model` first). Every row draws new prompts, so that no
 row finds another's prefixes in the cache. Rows are `input/output@concurrency` or `input/output@RATErps`. The
 client is `pegainfer bench serve`. The results, with commit, driver and flags, go to `benchmarks/snapshots/`.
 """
@@ -44,7 +45,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     flags = [
-        *("--load-format", "dummy", "--skip-tokenizer-init", "--device", options.device),
+        *(("--load-format", "dummy") if options.config.is_file() else ()),
+        *("--skip-tokenizer-init", "--device", options.device),
         *("--max-model-len", "20480", "--port", str(PORT), "--disable-uvicorn-access-log"),
         *(f"--{flag}" for flag in options.flag),
     ]

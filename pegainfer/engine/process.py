@@ -17,7 +17,6 @@ from pathlib import Path
 import msgspec
 import zmq
 
-import pegainfer
 from pegainfer.engine.messages import FromEngine, ToEngine
 
 __all__ = ["EngineProcess", "socket_addresses"]
@@ -119,6 +118,6 @@ def socket_addresses(directory: Path) -> tuple[str, str]:
 
 def _environment() -> dict[str, str]:
     """Ours, and the very package that runs here on the path, wherever the child starts."""
-    home = str(Path(pegainfer.__file__).resolve().parent.parent)
+    home = str(Path(__file__).resolve().parents[2])
     paths = [home, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(filter(None, paths)))}
