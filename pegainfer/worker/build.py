@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from tqdm import tqdm
 
 from pegainfer.config import EngineConfig
+from pegainfer.errors import CapacityError
 from pegainfer.kernels import load_providers
 from pegainfer.kvcache.spec import KvCacheSpec
 from pegainfer.layers.parameters import BuildContext, ParameterTable
@@ -64,6 +65,7 @@ def build_worker(
             memory=device.memory_info(),
             kind=device.kind,
         )
+        batch = _make_batch(config, plan)
     with _phase(phases, "load weights"), _progress(model.parameters, checkpoint) as on_tensor:
         load_parameters(model.parameters, checkpoint, on_tensor=on_tensor)
     with _phase(phases, "allocate memory"):
@@ -84,7 +86,8 @@ def build_worker(
             kv_cache_bytes=plan.num_blocks * spec.block_bytes,
             phases=phases,
         )
-        worker = _assemble(config, model, spec, plan, device=device, limits=limits, info=info)
+        storage = KvStorage(device, spec, num_blocks=plan.num_blocks)
+        worker = _assemble(config, model, storage, batch, device=device, limits=limits, info=info)
     with _phase(phases, "warm up"):
         _warm_up(worker)
     return worker
@@ -179,25 +182,34 @@ def _step_limits(config: EngineConfig, model_config: ModelConfig, device: Device
     )
 
 
+def _make_batch(config: EngineConfig, plan: KvPlan) -> InputBatch:
+    try:
+        return InputBatch(
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_model_len=plan.max_model_len,
+            block_size=config.cache.block_size,
+        )
+    except MemoryError:
+        raise CapacityError(
+            f"tables for {config.scheduler.max_num_seqs} requests of {plan.max_model_len} tokens do not fit into "
+            "memory: lower --max-num-seqs or --max-model-len"
+        ) from None
+
+
 def _assemble(
     config: EngineConfig,
     model: Model,
-    spec: KvCacheSpec,
-    plan: KvPlan,
+    storage: KvStorage,
+    batch: InputBatch,
     *,
     device: Device,
     limits: StepLimits,
     info: WorkerInfo,
 ) -> Worker:
-    batch = InputBatch(
-        max_num_seqs=config.scheduler.max_num_seqs,
-        max_model_len=plan.max_model_len,
-        block_size=spec.block_size,
-    )
     runner = ModelRunner(
         model,
         device,
-        storage=KvStorage(device, spec, num_blocks=plan.num_blocks),
+        storage=storage,
         limits=dataclasses.replace(limits, max_blocks=batch.max_blocks),
         use_graphs=not config.enforce_eager,
     )

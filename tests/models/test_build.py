@@ -129,6 +129,7 @@ def test_context_is_what_the_cache_can_hold() -> None:
         ),
         ({"num_gpu_blocks_override": 0}, ConfigError, "num-gpu-blocks-override"),
         ({"kv_cache_memory_bytes": 1000}, ConfigError, "at least one block"),
+        ({"max_num_seqs": 10**11}, CapacityError, "max-num-seqs"),
         ({"kv_cache_memory_bytes": 1 << 50}, CapacityError, r"weights .*KV cache 1\.05e\+06 GiB"),
     ],
 )

@@ -177,6 +177,42 @@ def test_the_gate_sees_a_wrong_setting(name: str, overrides: dict[str, Any]) -> 
         worker.close()
 
 
+def without(weights: dict[str, Any], *parts: str) -> dict[str, Any]:
+    return {name: value for name, value in weights.items() if not any(part in name for part in parts)}
+
+
+def interleaved(weights: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """Query and key rows in an order in which half-split rotation turns neighbours."""
+    size = config["head_dim"]
+    order = np.arange(size).reshape(2, -1).T.reshape(-1)
+    changed = dict(weights)
+    for name, value in weights.items():
+        if "q_proj.weight" in name or "k_proj.weight" in name:
+            changed[name] = value.reshape(-1, size, value.shape[1])[:, order].reshape(value.shape)
+        if "q_norm" in name or "k_norm" in name:
+            changed[name] = value[order]
+    return changed
+
+
+@pytest.mark.parametrize("mistake", ["no q/k norm", "no bias", "interleaved rotation"])
+def test_the_gate_sees_a_wrong_decoder(mistake: str) -> None:
+    """The weights of a fixture in a decoder that leaves something out, or turns the wrong pairs."""
+    name = "qwen2" if mistake == "no bias" else "qwen3_dense"
+    config = json.loads((GOLDEN / name / "config.json").read_text())
+    weights = fixture_weights(name)
+    if mistake == "interleaved rotation":
+        weights = interleaved(weights, config)
+    else:
+        config["architectures"] = ["LlamaForCausalLM"]
+        weights = without(weights, ".bias", "q_norm", "k_norm")
+    golden = np.load(GOLDEN / name / "golden.npz")
+    worker = make_worker(MemoryCheckpoint(config, weights), dtype="float32", max_logprobs=-1)
+    try:
+        assert distance(scored(worker, golden["input_ids"], []), golden["logits_f32"]) > 0.1
+    finally:
+        worker.close()
+
+
 def test_bfloat16_stays_close_to_float32() -> None:
     """A real shape (fewer layers), teacher-forced: what bfloat16 weights, activations and cache cost."""
     weights = random_weights(QWEN3_SHAPE, 11, head_scale=3.0)
