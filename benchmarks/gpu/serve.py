@@ -3,9 +3,10 @@
     python benchmarks/gpu/serve.py MODEL [--rows 1/256@1 1024/128@16 ...] [--out FILE]
 
 MODEL is a checkpoint, or a config.json for random weights of its shapes (which take longer to make
-than to read: for start-up times write a directory with `scripts/make-model` first). Every row draws new prompts, so
-that no row finds another's prefixes in the cache. Rows are `input/output@concurrency` or `input/output@RATErps`. The
-client is `pegainfer bench serve`. The results, with commit, driver and flags, go to `benchmarks/snapshots/`.
+than to read: for start-up times write a directory with `scripts/make-model` first). Every row draws
+new prompts, so that no row finds another's prefixes in the cache. Rows are `input/output@concurrency`
+or `input/output@RATErps`. The client is `pegainfer bench serve`. The results, with commit, driver and
+flags, go to `benchmarks/snapshots/`.
 """
 
 from __future__ import annotations
