@@ -191,8 +191,8 @@ def _make_batch(config: EngineConfig, plan: KvPlan) -> InputBatch:
         )
     except MemoryError:
         raise CapacityError(
-            f"tables of {config.scheduler.max_num_seqs} requests of {plan.max_model_len} tokens do not fit in "
-            "memory: lower --max-num-seqs or --max-model-len"
+            f"tables of {config.scheduler.max_num_seqs} requests of {plan.max_model_len} tokens do not fit "
+            "in memory: lower --max-num-seqs or --max-model-len"
         ) from None
 
 
