@@ -1,0 +1,61 @@
+"""A real trained model answers over HTTP."""
+
+from __future__ import annotations
+
+from tests.server.servers import Server
+
+
+def test_it_knows_the_capital_of_france(smol: Server) -> None:
+    answer = smol.client.completions.create(
+        model="smollm2", prompt="The capital of France is", max_tokens=8, temperature=0
+    )
+    assert "Paris" in answer.choices[0].text
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 8)
+
+
+def test_it_chats(smol: Server) -> None:
+    answer = smol.client.chat.completions.create(
+        model="smollm2",
+        messages=[{"role": "user", "content": "What is the capital of France? Answer in one sentence."}],
+        temperature=0,
+        max_tokens=40,
+    )
+    content = answer.choices[0].message.content or ""
+    assert "Paris" in content
+    assert answer.choices[0].finish_reason == "stop"
+    assert "<|im_" not in content
+
+
+def test_a_streamed_chat_says_the_same(smol: Server) -> None:
+    fields = {"messages": [{"role": "user", "content": "Name three colours."}], "max_tokens": 48}
+    status, whole = smol.post("/v1/chat/completions", temperature=0, **fields)
+    assert status == 200
+    chunks = smol.chunks("/v1/chat/completions", temperature=0, **fields)
+    text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
+    assert text == whole["choices"][0]["message"]["content"]
+    assert "red" in text.lower()
+
+
+def test_scores_of_a_given_prompt(smol: Server) -> None:
+    """`echo` with `logprobs`, as evaluation harnesses ask."""
+    prompts = [f"The capital of France is {city}" for city in ("Paris", "London", "cheese")]
+    answer = smol.complete(prompt=prompts, max_tokens=0, echo=True, logprobs=1, temperature=0)
+    scores = []
+    for prompt, choice in zip(prompts, answer["choices"], strict=True):
+        logprobs = choice["logprobs"]
+        assert choice["text"] == prompt == "".join(logprobs["tokens"])
+        assert logprobs["token_logprobs"][0] is None
+        scores.append(logprobs["token_logprobs"][-1])
+    assert scores[0] > scores[1] > scores[2]
+
+
+def test_unicode_survives(smol: Server) -> None:
+    """T1, T2: no stream ever shows half a character, and it says what the whole answer says."""
+    fields = {"prompt": "Emoji: 👋🏽 你好 é 👍 👋🏽 你好 é 👍 👋🏽 你好", "temperature": 0}
+    for limit in (1, 2, 3, 5, 8, 24):
+        whole = smol.complete(**fields, max_tokens=limit)
+        chunks = smol.chunks(**fields, max_tokens=limit)
+        text = "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
+        assert text == whole["choices"][0]["text"]
+        assert "�" not in text
