@@ -23,6 +23,7 @@ from pegainfer.ops.op import Launcher, bind
 from pegainfer.ops.rope import QkvRopeFacts, qkv_rope_write
 from pegainfer.ops.sampling import SamplingFacts, sample
 from pegainfer.runtime.cpu.device import CpuDevice, make_cpu_device
+from pegainfer.runtime.device import DeviceKind
 from pegainfer.runtime.dtypes import DType
 
 BLOCK_SIZE = 16
@@ -167,7 +168,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--kv-dtype", type=DType, default=DType.bfloat16)
     options = parser.parse_args()
-    load_providers()
+    load_providers(DeviceKind.cpu)
     device = make_cpu_device(options.threads)
     print(f"{device.name}, {device.arch}, keys and values in {options.kv_dtype}")
     report: Callable[[str, str], None] = lambda what, value: print(f"{what:44}{value}")  # noqa: E731

@@ -10,6 +10,7 @@ import pytest
 
 import pegainfer.kernels.attention.cpu
 import pegainfer.kernels.rope.cpu  # noqa: F401
+from pegainfer.errors import KernelError
 from pegainfer.ops.attention import AttentionFacts, paged_attention
 from pegainfer.ops.op import bind
 from pegainfer.ops.rope import QkvRopeFacts, qkv_rope_write
@@ -176,3 +177,47 @@ def test_negative_slots_are_not_written(level: str) -> None:
     device.stream.synchronize()
     assert np.array_equal(kv.numpy(), before)
     assert np.abs(tensors["out"].numpy()).min(axis=1).max() > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "message"),
+    [("slot_mapping", 2 * 16, "slot"), ("positions", 512, "position"), ("positions", -1, "position")],
+)
+def test_writes_outside_of_the_cache_are_errors(name: str, wrong: int, message: str) -> None:
+    device, layer = device_of(LEVELS[0], 2), Layer.random([20])
+    facts = layer.rope
+    arguments = {
+        "qkv": layer.projections[0],
+        "positions": np.arange(20, dtype=np.int32),
+        "slot_mapping": np.arange(20, dtype=np.int32),
+        "cos_sin": layer.cos_sin,
+        "q_norm": layer.norms[0],
+        "k_norm": layer.norms[1],
+        "kv": np.zeros(2 * facts.block_bytes, np.uint8),
+        "out": np.zeros((20, facts.num_heads * facts.head_dim), np.float32),
+    }
+    arguments[name][11] = wrong
+    tensors = {key: device.from_numpy(array) for key, array in arguments.items()}
+    bind(qkv_rope_write, facts, device)(**tensors, kv_block_stride=facts.block_bytes)
+    with pytest.raises(KernelError, match=message):
+        device.stream.synchronize()
+
+
+@pytest.mark.parametrize(("table", "message"), [([0, 2], "outside"), ([-1, 0], "outside"), ([0], "short")])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_reads_outside_of_the_cache_are_errors(threads: int, table: list[int], message: str) -> None:
+    device, layer = device_of(LEVELS[0], threads), Layer.random([20])
+    facts = layer.rope
+    width = facts.num_heads * facts.head_dim
+    arguments = {
+        "q": np.ones((1, width), np.float32),
+        "kv": np.zeros(2 * facts.block_bytes, np.uint8),
+        "block_tables": np.array([table], np.int32),
+        "query_start_loc": np.array([0, 1], np.int32),
+        "seq_lens": np.array([20], np.int32),
+        "out": np.zeros((1, width), np.float32),
+    }
+    tensors = {key: device.from_numpy(array) for key, array in arguments.items()}
+    bind(paged_attention, layer.attention, device)(**tensors, kv_block_stride=facts.block_bytes)
+    with pytest.raises(KernelError, match=message):
+        device.stream.synchronize()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import pegainfer.kernels.moe.cpu  # noqa: F401
-from pegainfer.errors import WeightsError
+from pegainfer.errors import KernelError, WeightsError
 from pegainfer.ops.moe import MoeRouterFacts, moe_experts, moe_router
 from pegainfer.ops.op import Case, bind
 from pegainfer.ops.raw_weight import RawWeight
@@ -91,6 +91,27 @@ def test_expert_rows_are_independent(level: str, format: WeightFormat) -> None:
     assert np.array_equal(run_experts(device_of(level, 1), case, shuffled), together[shuffled])
     for r in range(0, count, 5):
         assert np.array_equal(run_experts(device_of(level, 2), case, np.array([r]))[0], together[r])
+
+
+@pytest.mark.parametrize("format", [WeightFormat.f32, WeightFormat.q4_1])
+def test_more_rows_than_are_worked_on_at_once(format: WeightFormat) -> None:
+    case, device = case_of(format), device_of(LEVELS[0], 2)
+    count = len(case.arguments["x"])
+    once = run_experts(device, case, np.arange(count))
+    rows = np.random.default_rng(3).integers(0, count, 1300)
+    assert np.array_equal(run_experts(device, case, rows), once[rows])
+
+
+def test_an_expert_that_does_not_exist_is_an_error() -> None:
+    case, device = case_of(WeightFormat.f32), device_of(LEVELS[0], 2)
+    rows = np.arange(4)
+    ids = case.arguments["topk_ids"].copy()
+    for wrong in (-1, case.facts.num_experts):
+        ids[2, 1] = wrong
+        bad = replace(case, arguments={**case.arguments, "topk_ids": ids})
+        with pytest.raises(KernelError, match="expert"):
+            run_experts(device, bad, rows)
+    assert np.isfinite(run_experts(device, case, rows)).all()
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -8,6 +8,8 @@
 namespace pega {
 namespace {
 
+constexpr int64_t rows_at_once = 512;  // bounds the memory for what the experts of the rows say
+
 constexpr int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
 // Pairs by expert: those of expert e stand at [start[e], start[e + 1]); `place[pair]` is where a pair stands.
@@ -76,47 +78,51 @@ PEGA_INLINE void multiply_experts(const Rows& rows, const uint8_t* weight, int64
     });
 }
 
-// x, x stride, rows, gate_up, down, ids, ids stride, weights, weights stride, out, out stride, experts, top_k, hidden,
-// intermediate
-template <Format F>
-PEGA_INLINE void experts(const int64_t* args, Context& ctx) {
-    const float* x = pointer<const float>(args[0]);
-    const int64_t x_stride = args[1], rows = args[2], num_experts = args[11], top_k = args[12];
-    const int64_t hidden = args[13], intermediate = args[14], pairs = rows * top_k;
-    const uint8_t *gate_up = pointer<const uint8_t>(args[3]), *down = pointer<const uint8_t>(args[4]);
-    const float* weights = pointer<const float>(args[7]);
-    float* out = pointer<float>(args[9]);
-    const Order order = sort_pairs(pointer<const int32_t>(args[5]), args[6], rows, top_k, num_experts, ctx);
+struct Arguments {
+    const float* x;
+    int64_t x_stride, rows;
+    const uint8_t *gate_up, *down;
+    const int32_t* ids;
+    int64_t ids_stride;
+    const float* weights;
+    int64_t weights_stride;
+    float* out;
+    int64_t out_stride, num_experts, top_k, hidden, intermediate;
+};
 
-    const int64_t in_bytes = pair_bytes<F>(hidden, pairs), mid_bytes = pair_bytes<F>(intermediate, pairs);
-    const int64_t both_bytes = aligned(pairs * 2 * intermediate * 4), said_bytes = aligned(pairs * hidden * 4);
-    char* memory = static_cast<char*>(ctx.shared_scratch(static_cast<size_t>(in_bytes + mid_bytes + both_bytes + said_bytes)));
-    const Rows in = pair_rows<F>(memory, hidden, pairs), mid = pair_rows<F>(memory + in_bytes, intermediate, pairs);
-    float* both = reinterpret_cast<float*>(memory + in_bytes + mid_bytes);
-    float* said = reinterpret_cast<float*>(memory + in_bytes + mid_bytes + both_bytes);
+// What all threads share for `pairs` pairs: inputs, gates and ups, activated, outputs.
+struct Room {
+    Rows in, mid;
+    float *both, *said;
+};
+
+template <Format F>
+PEGA_INLINE void run_rows(const Arguments& a, const Room& room, Context& ctx) {
+    const int64_t pairs = a.rows * a.top_k, hidden = a.hidden, intermediate = a.intermediate;
+    const Order order = sort_pairs(a.ids, a.ids_stride, a.rows, a.top_k, a.num_experts, ctx);
 
     ctx.parallel(pairs, 4, [&](int64_t begin, int64_t end) {
-        for (int64_t at = begin; at < end; at++) put_row<F>(x + order.pair[at] / top_k * x_stride, in, at, hidden);
+        for (int64_t at = begin; at < end; at++) put_row<F>(a.x + order.pair[at] / a.top_k * a.x_stride, room.in, at, hidden);
     });
     ctx.barrier();
-    multiply_experts<F>(in, gate_up, 2 * intermediate, hidden, both, order, num_experts, ctx);
+    multiply_experts<F>(room.in, a.gate_up, 2 * intermediate, hidden, room.both, order, a.num_experts, ctx);
     ctx.barrier();
     ctx.parallel(pairs, 4, [&](int64_t begin, int64_t end) {
         for (int64_t at = begin; at < end; at++) {
-            float* gate = both + at * 2 * intermediate;
+            float* gate = room.both + at * 2 * intermediate;
             silu_and_mul(gate, gate + intermediate, gate, intermediate);
-            put_row<F>(gate, mid, at, intermediate);
+            put_row<F>(gate, room.mid, at, intermediate);
         }
     });
     ctx.barrier();
-    multiply_experts<F>(mid, down, hidden, intermediate, said, order, num_experts, ctx);
+    multiply_experts<F>(room.mid, a.down, hidden, intermediate, room.said, order, a.num_experts, ctx);
     ctx.barrier();
-    ctx.parallel(rows, 4, [&](int64_t begin, int64_t end) {
+    ctx.parallel(a.rows, 4, [&](int64_t begin, int64_t end) {
         for (int64_t row = begin; row < end; row++) {
-            float* target = out + row * args[10];
-            for (int64_t slot = 0; slot < top_k; slot++) {
-                const float* source = said + order.place[row * top_k + slot] * hidden;
-                const float weight = weights[row * args[8] + slot];
+            float* target = a.out + row * a.out_stride;
+            for (int64_t slot = 0; slot < a.top_k; slot++) {
+                const float* source = room.said + order.place[row * a.top_k + slot] * hidden;
+                const float weight = a.weights[row * a.weights_stride + slot];
                 int64_t i = 0;
                 for (; i + Vec::width <= hidden; i += Vec::width) {
                     fma(Vec::load(source + i), Vec::set(weight), Vec::load(target + i)).store(target + i);
@@ -129,6 +135,32 @@ PEGA_INLINE void experts(const int64_t* args, Context& ctx) {
             }
         }
     });
+}
+
+// x, x stride, rows, gate_up, down, ids, ids stride, weights, weights stride, out, out stride, experts, top_k, hidden,
+// intermediate
+template <Format F>
+PEGA_INLINE void experts(const int64_t* args, Context& ctx) {
+    Arguments a = {pointer<const float>(args[0]), args[1], args[2],
+                   pointer<const uint8_t>(args[3]), pointer<const uint8_t>(args[4]),
+                   pointer<const int32_t>(args[5]), args[6], pointer<const float>(args[7]), args[8],
+                   pointer<float>(args[9]), args[10], args[11], args[12], args[13], args[14]};
+    const int64_t rows = a.rows, most = (rows < rows_at_once ? rows : rows_at_once) * a.top_k;
+    const int64_t in_bytes = pair_bytes<F>(a.hidden, most), mid_bytes = pair_bytes<F>(a.intermediate, most);
+    const int64_t both_bytes = aligned(most * 2 * a.intermediate * 4), said_bytes = aligned(most * a.hidden * 4);
+    char* memory = static_cast<char*>(ctx.shared_scratch(static_cast<size_t>(in_bytes + mid_bytes + both_bytes + said_bytes)));
+    const Room room = {pair_rows<F>(memory, a.hidden, most), pair_rows<F>(memory + in_bytes, a.intermediate, most),
+                       reinterpret_cast<float*>(memory + in_bytes + mid_bytes),
+                       reinterpret_cast<float*>(memory + in_bytes + mid_bytes + both_bytes)};
+    for (int64_t first = 0; first < rows; first += rows_at_once) {
+        if (first > 0) ctx.barrier();
+        a.rows = rows - first < rows_at_once ? rows - first : rows_at_once;
+        run_rows<F>(a, room, ctx);
+        a.x += a.rows * a.x_stride;
+        a.ids += a.rows * a.ids_stride;
+        a.weights += a.rows * a.weights_stride;
+        a.out += a.rows * a.out_stride;
+    }
 }
 
 }  // namespace
