@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
+import urllib.request
 from pathlib import Path
 
 import pytest
 
+from pegainfer.cli.bench.processes import running_server
 from pegainfer.cli.main import VERBS
 
 ROOT = Path(__file__).parents[2]
@@ -16,8 +19,28 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 
 def commands() -> list[str]:
     """The lines of README's code blocks that set something up."""
-    blocks = re.findall(r"^```\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-    return [line for block in blocks for line in block.splitlines() if line.startswith("python3 -m venv")]
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    lines = [line for language, block in blocks if not language for line in block.splitlines()]
+    return [line for line in lines if line.startswith("python3 -m venv")]
+
+
+def test_the_quickstart_shows_what_the_server_answers(smollm2: Path) -> None:
+    body = re.search(r"-d '(\{.*\})'", README)
+    shown = re.search(r"^```json\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    assert body is not None
+    assert shown is not None
+    with running_server([str(smollm2), "--device", "cpu", "--served-model-name", "smollm2"]) as server:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{server.port}/v1/completions",
+            body[1].encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=60) as response:
+            answer = json.load(response)
+    expected = json.loads(shown[1])
+    for value in (answer, expected):
+        value["id"], value["created"] = value["id"][:5], 0
+    assert answer == expected
 
 
 def test_two_commands_do_all_the_set_up() -> None:
