@@ -40,6 +40,9 @@ def test_the_quickstart_shows_what_the_server_answers(smollm2: Path) -> None:
     expected = json.loads(shown[1])
     for value in (answer, expected):
         value["id"], value["created"] = value["id"][:5], 0
+        # Instruction sets round differently, and after the answer the model has no strong opinion.
+        value["choices"][0]["text"] = value["choices"][0]["text"][: len(" Paris.")]
+    assert answer["choices"][0]["text"] == " Paris."
     assert answer == expected
 
 
