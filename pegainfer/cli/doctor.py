@@ -22,7 +22,7 @@ from pegainfer.version import __version__
 __all__ = ["Finding", "run"]
 
 _LOW_MEMORY = 1 << 30
-_CUDA_EXTRA = ("cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cublas")
+_CUDA_EXTRA = ("cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cuda-runtime", "nvidia-cublas")
 _MINIMUM_CUDA = 13000
 
 
@@ -182,7 +182,10 @@ def _gpu() -> Finding:
         return Finding("GPU", value, hint="the GPU needs a driver for CUDA 13.0 (release 580) or newer")
     missing = [name for name in _CUDA_EXTRA if not _is_installed(name)]
     if names and missing:
-        return Finding("GPU", value, hint="the GPU is not used without `pip install 'pegainfer[cuda]'`")
+        needs = "`pip install 'pegainfer[cuda]'`"
+        return Finding(
+            "GPU", value, hint=f"the GPU is not used without {needs} ({', '.join(missing)} missing)"
+        )
     return Finding("GPU", value)
 
 

@@ -121,4 +121,4 @@ def _artifact(binding: Binding, device: Device) -> str:
 
     if binding.provider.name == "native" and device.kind is DeviceKind.cpu:
         return library_name(device.arch)
-    return "NumPy" if device.kind is DeviceKind.cpu else "cubin cache"
+    return "NumPy" if device.kind is DeviceKind.cpu else f"cubins of {device.arch}"
