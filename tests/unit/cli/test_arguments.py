@@ -230,23 +230,26 @@ def test_wrong_files_are_named(tmp_path: Path, name: str, text: str, message: st
 
 
 VLLM_FLAGS = """
---model --host --port --uds --served-model-name --tokenizer --dtype --max-model-len --gpu-memory-utilization
---kv-cache-memory-bytes --num-gpu-blocks-override --block-size --max-num-seqs --max-num-batched-tokens
---enable-chunked-prefill --no-enable-chunked-prefill --enable-prefix-caching --no-enable-prefix-caching
---tensor-parallel-size -tp --pipeline-parallel-size -pp --data-parallel-size -dp --quantization -q --kv-cache-dtype
---load-format --download-dir --revision --hf-token --trust-remote-code --seed --enforce-eager --scheduling-policy
---max-logprobs --logprobs-mode --generation-config --override-generation-config --chat-template
---chat-template-content-format --default-chat-template-kwargs --enable-auto-tool-choice --tool-call-parser
---reasoning-parser --enable-lora --lora-modules --max-loras --max-lora-rank --speculative-config --api-key
---ssl-keyfile --ssl-certfile --ssl-ca-certs --allowed-origins --allowed-methods --allowed-headers
---enable-request-id-headers --enable-prompt-tokens-details --enable-force-include-usage --disable-log-stats
---enable-log-requests --disable-log-requests --max-log-len --uvicorn-log-level --disable-uvicorn-access-log
---otlp-traces-endpoint --shutdown-timeout --stream-interval --max-num-queued-reqs --config --disable-fastapi-docs
---device --root-path --middleware --swap-space --cpu-offload-gb --skip-tokenizer-init --hf-overrides
-""".split()
+--model --host --port --uds --served-model-name --tokenizer --dtype --max-model-len
+--gpu-memory-utilization --kv-cache-memory-bytes --num-gpu-blocks-override --block-size
+--max-num-seqs --max-num-batched-tokens --enable-chunked-prefill --no-enable-chunked-prefill
+--enable-prefix-caching --no-enable-prefix-caching --tensor-parallel-size -tp
+--pipeline-parallel-size -pp --data-parallel-size -dp --quantization -q --kv-cache-dtype
+--load-format --download-dir --revision --hf-token --trust-remote-code --seed --enforce-eager
+--scheduling-policy --max-logprobs --logprobs-mode --generation-config --override-generation-config
+--chat-template --chat-template-content-format --default-chat-template-kwargs
+--enable-auto-tool-choice --tool-call-parser --reasoning-parser --enable-lora --lora-modules
+--max-loras --max-lora-rank --speculative-config --api-key --ssl-keyfile --ssl-certfile
+--ssl-ca-certs --allowed-origins --allowed-methods --allowed-headers --enable-request-id-headers
+--enable-prompt-tokens-details --enable-force-include-usage --disable-log-stats
+--enable-log-requests --disable-log-requests --max-log-len --uvicorn-log-level
+--disable-uvicorn-access-log --otlp-traces-endpoint --shutdown-timeout --stream-interval
+--max-num-queued-reqs --config --disable-fastapi-docs --device --root-path --middleware --swap-space
+--cpu-offload-gb --skip-tokenizer-init --hf-overrides
+"""
 
 
-@pytest.mark.parametrize("flag", VLLM_FLAGS)
+@pytest.mark.parametrize("flag", VLLM_FLAGS.split())
 def test_flags_that_people_type_from_habit_are_known(flag: str) -> None:
     with pytest.raises((ConfigError, SystemExit)) as error:
         parsed(flag, "--no-such-flag-either")
