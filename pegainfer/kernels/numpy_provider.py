@@ -43,7 +43,7 @@ class _NumpyLinear(NumpyLauncher):
     def pack(self, raw: RawWeight) -> Tensor:
         """The rows, copied; raises `WeightsError` for another shape or format."""
         _check(raw, self._facts.out_features, self._facts.in_features, self._facts.format)
-        return self._device.from_numpy(raw.data.reshape(-1).copy())
+        return self._device.from_numpy(raw.rows().reshape(-1).copy())
 
 
 class _NumpyExperts(NumpyLauncher):
@@ -66,8 +66,8 @@ class _NumpyExperts(NumpyLauncher):
         facts = self._facts
         _check(gate_up_raw, 2 * facts.intermediate_size, facts.hidden_size, facts.format)
         _check(down_raw, facts.hidden_size, facts.intermediate_size, facts.format)
-        gate_up.numpy().reshape(facts.num_experts, -1)[expert] = gate_up_raw.data.reshape(-1)
-        down.numpy().reshape(facts.num_experts, -1)[expert] = down_raw.data.reshape(-1)
+        gate_up.numpy().reshape(facts.num_experts, -1)[expert] = gate_up_raw.rows().reshape(-1)
+        down.numpy().reshape(facts.num_experts, -1)[expert] = down_raw.rows().reshape(-1)
 
 
 _LAUNCHERS: dict[str, type[NumpyLauncher]] = {"linear": _NumpyLinear, "moe_experts": _NumpyExperts}

@@ -170,7 +170,13 @@ class BuildContext:
 def stack(parts: Sequence[RawWeight]) -> RawWeight:
     """Matrices of one format and width below one another."""
     rows = sum(raw.shape[0] for raw in parts)
-    return RawWeight(parts[0].format, (rows, parts[0].shape[1]), np.concatenate([raw.data for raw in parts]))
+    scales = [raw.scales for raw in parts if raw.scales is not None]
+    return RawWeight(
+        parts[0].format,
+        (rows, parts[0].shape[1]),
+        np.concatenate([raw.data for raw in parts]),
+        np.concatenate(scales) if scales else None,
+    )
 
 
 def common_format(formats: Sequence[WeightFormat]) -> WeightFormat:

@@ -46,7 +46,7 @@ def _reference(
     out: Array,  # [T, hidden_size]
 ) -> None:
     rows = np.ascontiguousarray(weight.reshape(facts.vocab_size, -1)[token_ids])
-    out[...] = RawWeight(facts.format, (len(token_ids), facts.hidden_size), rows).dequantize()
+    out[...] = RawWeight.from_rows(facts.format, (len(token_ids), facts.hidden_size), rows).dequantize()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,12 +57,12 @@ class _Table:
 
     def for_reference(self, facts: EmbeddingFacts) -> Array:
         """The rows as they are."""
-        return self.raw.data.reshape(-1)
+        return self.raw.rows().reshape(-1)
 
     def for_device(self, facts: EmbeddingFacts, device: Device, *, provider: str, launcher: Any) -> Tensor:
         """Packed by the linear provider of the same name, or the rows as they are."""
         if not facts.tied:
-            return device.from_numpy(self.raw.data.reshape(-1).copy())
+            return device.from_numpy(self.raw.rows().reshape(-1).copy())
         factory = next(p.factory for p in linear.providers if p.name == provider and p.kind is device.kind)
         head: Any = factory(facts.head, device) or bind(linear, facts.head, device)
         packed = head.pack(self.raw)

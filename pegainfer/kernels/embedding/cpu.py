@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pegainfer.kernels.linear.cpu import NATIVE_FORMATS
 from pegainfer.kernels.native import native_kernel
 from pegainfer.ops.embedding import EmbeddingFacts, embedding
 from pegainfer.ops.op import Launcher
@@ -14,8 +15,10 @@ __all__: list[str] = []
 
 @embedding.provider("native", DeviceKind.cpu)
 def _bind(facts: EmbeddingFacts, device: Device) -> Launcher | None:
+    if facts.act is not DType.float32 or facts.format not in NATIVE_FORMATS:
+        return None
     kernel = native_kernel(device, f"pega_embedding_{facts.format}")
-    if kernel is None or facts.act is not DType.float32:
+    if kernel is None:
         return None
     width, tied, rows = facts.hidden_size, int(facts.tied), facts.vocab_size
 

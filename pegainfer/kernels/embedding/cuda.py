@@ -20,6 +20,8 @@ _STORED = {
 
 @embedding.provider("cuda", DeviceKind.cuda)
 def _bind(facts: EmbeddingFacts, device: Device) -> Launcher | None:
+    if facts.format is WeightFormat.fp8:
+        return None  # numbers and scales are no rows of the activation type
     if not facts.tied and _STORED.get(facts.format) is not facts.act:
         return None  # a table of its own lies as the checkpoint stores it
     gather = row_gatherer(device, size=facts.hidden_size, act=facts.act)
