@@ -1,4 +1,4 @@
-"""FP8 matrices of Hugging Face checkpoints: e4m3 numbers in `X.weight`, and in `X.weight_scale_inv` a factor for
+"""FP8 matrices of Hugging Face checkpoints: e4m3 numbers in `X.weight`, in `X.weight_scale_inv` a factor for
 each block of 128 x 128 of them. Despite its name the factor is multiplied by.
 """
 
