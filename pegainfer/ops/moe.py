@@ -152,6 +152,7 @@ def _experts_cases(rng: np.random.Generator) -> Iterator[Case[MoeExpertsFacts]]:
             ):
                 facts = MoeExpertsFacts(num_experts, top_k, hidden, intermediate, format, act)
                 yield experts_case(rng, facts, rows)
+        yield experts_case(rng, MoeExpertsFacts(4, 2, 256, 128, WeightFormat.fp8, act), 9)
 
 
 def experts_case(rng: np.random.Generator, facts: MoeExpertsFacts, rows: int) -> Case[MoeExpertsFacts]:

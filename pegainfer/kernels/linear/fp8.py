@@ -12,6 +12,7 @@ import numpy as np
 
 from pegainfer.errors import WeightsError
 from pegainfer.kernels.cuda_source import type_define
+from pegainfer.kernels.linear.expand_fp8 import ExpandFp8, block_scales, packed_fp8_bytes
 from pegainfer.ops.linear import LinearFacts
 from pegainfer.ops.norm_linear import NormLinearFacts
 from pegainfer.ops.op import Launcher
@@ -34,8 +35,6 @@ _DIRECT_ROWS = 64
 written and two read again.
 """
 _ONE_A_MULTIPROCESSOR = 117 * 1024  # bytes of shared memory; see skinny.py
-_EXPAND_THREADS = 256
-_EXPAND_NUMBERS = 16  # a thread's
 
 
 class _SkinnyFp8:
@@ -118,23 +117,17 @@ class Fp8Linear:
         self._dense = dense
         n, k = facts.out_features, facts.in_features
         self._skinny = _SkinnyFp8(gpu, facts.act, n=n, k=k, out=facts.out_dtype, accumulate=facts.accumulate)
-        self._expand = gpu.kernel(
-            KernelSource.of("linear/expand_fp8.cu", **type_define("ACT", facts.act)),
-            "expand_fp8",
-            signature="pppii",
-        )
+        self._expand = ExpandFp8(gpu, facts.act)
         self._expanded = gpu.workspace("fp8-expanded", n * k * facts.act.itemsize)
 
     @staticmethod
     def serves(facts: LinearFacts) -> bool:
         """Whether the kernels handle these facts."""
-        is_whole = facts.in_features % FP8_BLOCK == 0
-        return facts.format is WeightFormat.fp8 and facts.act is not DType.float32 and is_whole
+        return facts.format is WeightFormat.fp8 and ExpandFp8.serves(facts.act, facts.in_features)
 
     def packed_bytes(self) -> int:
         """Bytes of the packed weight."""
-        n, k = self._facts.out_features, self._facts.in_features
-        return n * k + -(-n // FP8_BLOCK) * (k // FP8_BLOCK) * 4
+        return packed_fp8_bytes(self._facts.out_features, self._facts.in_features)
 
     def pack(self, raw: RawWeight) -> Tensor:
         """The weight in device memory; raises `WeightsError` when it is not the one that the facts name, or
@@ -146,9 +139,7 @@ class Fp8Linear:
                 f"expected a {facts.format} weight of shape [{facts.out_features}, {facts.in_features}], "
                 f"got {raw.format} {list(raw.shape)}"
             )
-        scales = np.ascontiguousarray(raw.scales[::FP8_BLOCK])
-        if not np.array_equal(np.repeat(scales, FP8_BLOCK, axis=0)[: raw.shape[0]], raw.scales):
-            raise WeightsError("rows of one block of an fp8 weight have different scales")
+        scales = block_scales(raw)
         return self._gpu.from_numpy(np.concatenate([raw.data.reshape(-1), scales.view(np.uint8).reshape(-1)]))
 
     def __call__(self, *, x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
@@ -163,16 +154,7 @@ class Fp8Linear:
 
     def _run_expanded(self, x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None) -> None:
         n, k = self._facts.out_features, self._facts.in_features
-        self._expand.launch(
-            self._gpu.stream.handle,
-            (-(-n * k // (_EXPAND_THREADS * _EXPAND_NUMBERS)),),
-            _EXPAND_THREADS,
-            weight.data_ptr,
-            weight.data_ptr + n * k,
-            self._expanded.data_ptr,
-            n,
-            k,
-        )
+        self._expand(weight.data_ptr, self._expanded.data_ptr, n, k)
         self._dense(x=x, weight=self._expanded, out=out, bias=bias)
 
 
