@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 from pegainfer.errors import ConfigError
 from pegainfer.runtime.cuda.arguments import Arguments
 from pegainfer.runtime.cuda.module import KernelSource, load_cubin
-from pegainfer.runtime.device import Device, DeviceKind, MemoryInfo
+from pegainfer.runtime.device import Device, DeviceKind, Download, MemoryInfo
 from pegainfer.runtime.dtypes import DType
 from pegainfer.runtime.tensor import Tensor
 
@@ -66,6 +66,7 @@ class PlannedGpu:
     """
 
     kind = DeviceKind.cuda
+    is_asynchronous = True
 
     def __init__(self, arch: str, *, num_multiprocessors: int = 132) -> None:
         matched = re.fullmatch(r"sm_(\d+)(\d)a?", arch)
@@ -98,7 +99,7 @@ class PlannedGpu:
 
     zeros = empty
 
-    def mirror(self, nbytes: int) -> _PlannedMirror:
+    def mirror(self, nbytes: int, *, copies: int = 1) -> _PlannedMirror:
         """Host memory that is never copied."""
         return _PlannedMirror(self.empty((nbytes,), DType.uint8))
 
@@ -107,6 +108,10 @@ class PlannedGpu:
         return self.empty(array.shape, DType.of(array.dtype))
 
     def to_numpy(self, tensor: Tensor) -> np.ndarray[Any, Any]:
+        """Refused: there is nothing."""
+        raise TypeError("a planned GPU holds no values")
+
+    def download(self, tensors: Sequence[Tensor]) -> Download:
         """Refused: there is nothing."""
         raise TypeError("a planned GPU holds no values")
 
@@ -153,10 +158,10 @@ class _PlannedStorage:
 
 class _PlannedMirror:
     def __init__(self, tensor: Tensor) -> None:
-        self.host: np.ndarray[Any, np.dtype[np.uint8]] = np.zeros(tensor.shape, np.uint8)
+        self.hosts: list[np.ndarray[Any, np.dtype[np.uint8]]] = [np.zeros(tensor.shape, np.uint8)]
         self.tensor = tensor
 
-    def upload(self, nbytes: int) -> None:
+    def upload(self, nbytes: int, source: int) -> None:
         pass
 
 

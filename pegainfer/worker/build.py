@@ -84,6 +84,7 @@ def build_worker(
             block_size=spec.block_size,
             num_blocks=plan.num_blocks,
             kv_cache_bytes=plan.num_blocks * spec.block_bytes,
+            max_steps_in_flight=_steps_in_flight(config, device),
             phases=phases,
         )
         storage = KvStorage(device, spec, num_blocks=plan.num_blocks)
@@ -182,6 +183,12 @@ def _step_limits(config: EngineConfig, model_config: ModelConfig, device: Device
     )
 
 
+def _steps_in_flight(config: EngineConfig, device: Device) -> int:
+    """Two, so that the device finds the next step when it is done with one, where it works by itself."""
+    asked = config.scheduler.async_scheduling
+    return 2 if (device.is_asynchronous if asked is None else asked) else 1
+
+
 def _make_batch(config: EngineConfig, plan: KvPlan) -> InputBatch:
     try:
         return InputBatch(
@@ -212,6 +219,7 @@ def _assemble(
         storage=storage,
         limits=dataclasses.replace(limits, max_blocks=batch.max_blocks),
         use_graphs=not config.enforce_eager,
+        max_steps_in_flight=info.max_steps_in_flight,
     )
     sampler = Sampler(
         device,
@@ -219,6 +227,7 @@ def _assemble(
         decodable_vocab_size=info.decodable_vocab_size,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_logprobs=config.model.max_logprobs,
+        max_steps_in_flight=info.max_steps_in_flight,
     )
     return Worker(runner, sampler, batch, device=device, info=info)
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pegainfer.errors import KernelError
 from pegainfer.runtime.cuda import module
+from pegainfer.runtime.cuda.download import CudaDownload, LandingPool
 from pegainfer.runtime.cuda.driver import check, cuda, initialize
 from pegainfer.runtime.cuda.launch import Kernel
 from pegainfer.runtime.cuda.module import KernelSource
@@ -117,22 +119,25 @@ class CudaStream:
 class PinnedMirror:
     """A `Mirror` whose upload is one asynchronous copy."""
 
-    def __init__(self, device: CudaDevice, nbytes: int) -> None:
+    def __init__(self, device: CudaDevice, nbytes: int, copies: int) -> None:
         self._stream = device.stream
-        self._pinned = device.pinned((nbytes,), DType.uint8)
-        self.host: np.ndarray[Any, np.dtype[np.uint8]] = self._pinned.numpy()
-        self.host[:] = 0
+        self._pinned = [device.pinned((nbytes,), DType.uint8) for _ in range(copies)]
+        self.hosts: list[np.ndarray[Any, np.dtype[np.uint8]]] = [memory.numpy() for memory in self._pinned]
+        for host in self.hosts:
+            host[:] = 0
         self.tensor = device.zeros((nbytes,), DType.uint8)
 
-    def upload(self, nbytes: int) -> None:
+    def upload(self, nbytes: int, source: int) -> None:
         """Enqueue the copy of the first bytes. They must not change before it has happened."""
-        self._stream.copy_to_device(self.tensor.slice(0, 0, nbytes), self._pinned.slice(0, 0, nbytes))
+        pinned = self._pinned[source]
+        self._stream.copy_to_device(self.tensor.slice(0, 0, nbytes), pinned.slice(0, 0, nbytes))
 
 
 class CudaDevice:
     """One GPU. All calls must come from the thread that made it (or one that calls `bind_thread`)."""
 
     kind = DeviceKind.cuda
+    is_asynchronous = True
 
     def __init__(self, ordinal: int = 0) -> None:
         self._device = initialize(ordinal)
@@ -145,6 +150,7 @@ class CudaDevice:
         self.stream = CudaStream()
         self._modules: dict[KernelSource, Any] = {}
         self._workspaces: dict[str, Tensor] = {}
+        self._landings = LandingPool(self)
 
     @functools.cached_property
     def name(self) -> str:
@@ -186,9 +192,9 @@ class CudaDevice:
         """Uninitialised page-locked host memory."""
         return Tensor(PinnedStorage(math.prod(shape) * dtype.itemsize), dtype, shape)
 
-    def mirror(self, nbytes: int) -> PinnedMirror:
+    def mirror(self, nbytes: int, *, copies: int = 1) -> PinnedMirror:
         """Zeroed page-locked memory and its copy on the device."""
-        return PinnedMirror(self, nbytes)
+        return PinnedMirror(self, nbytes, copies)
 
     def from_numpy(self, array: np.ndarray[Any, Any]) -> Tensor:
         """A device copy of an array; returns when the array may be changed again."""
@@ -211,6 +217,10 @@ class CudaDevice:
             )
         self.stream.synchronize()
         return host
+
+    def download(self, tensors: Sequence[Tensor]) -> CudaDownload:
+        """Enqueue copies of contiguous tensors into page-locked memory."""
+        return CudaDownload(self._landings, self.stream.handle, tensors)
 
     def kernel(
         self,
@@ -255,6 +265,7 @@ class CudaDevice:
     def close(self) -> None:
         """Wait for the stream and unload every kernel. Tensors free their own memory."""
         self.stream.synchronize()
+        self._landings.close()
         for loaded in self._modules.values():
             cuda.cuModuleUnload(loaded)
         self._modules.clear()
