@@ -1,4 +1,4 @@
-"""Overlapped steps over real models: a step that starts before the last one's tokens are known is no other."""
+"""Overlapped steps over real models: starting a step before the last one ended changes no answer."""
 
 from __future__ import annotations
 
