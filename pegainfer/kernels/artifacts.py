@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from pegainfer.errors import ConfigError
+from pegainfer.runtime.cuda.algorithms import Product
 from pegainfer.runtime.cuda.arguments import Arguments
 from pegainfer.runtime.cuda.module import KernelSource, load_cubin
 from pegainfer.runtime.device import Device, DeviceKind, Download, MemoryInfo
@@ -77,6 +78,7 @@ class PlannedGpu:
         self.num_multiprocessors = num_multiprocessors
         self.stream = _PlannedStream()
         self.cublaslt = _PlannedLibrary()
+        self.products: set[Product] = set()
         self.sources: dict[KernelSource, None] = {}
         """What was asked for, in that order."""
 
@@ -132,6 +134,10 @@ class PlannedGpu:
         self.sources[source] = None
         return _PlannedKernel(name, signature)
 
+    def tune(self, forward: Callable[[int], object], limit: int) -> int:
+        """Nothing can be measured."""
+        return 0
+
     def close(self) -> None:
         """Nothing is held."""
 
@@ -184,9 +190,16 @@ class _PlannedGraph:
 
 
 class _PlannedLibrary:
-    """Whatever a library computes needs no kernel of ours."""
+    """Whatever a library computes needs no kernel of ours, and nothing can be measured."""
 
-    def plan(self, dtype: DType, **sizes: Any) -> _PlannedLibrary:
+    @property
+    def algorithms(self) -> _PlannedLibrary:
+        return self
+
+    def is_wanted(self, product: Product, rows: int) -> bool:
+        return False
+
+    def plan(self, product: Product, m: int, *, x_stride: int, out_stride: int) -> _PlannedLibrary:
         return self
 
     def run(self, x: int, weight: int, out: int) -> None:

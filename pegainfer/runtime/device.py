@@ -8,7 +8,7 @@ it was captured with.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
@@ -141,6 +141,13 @@ class Device(Protocol):
     def download(self, tensors: Sequence[Tensor]) -> Download:
         """Copies of tensors as they will be when the work enqueued so far is done; what is enqueued later
         does not change them.
+        """
+        ...
+
+    def tune(self, forward: Callable[[int], object], limit: int) -> int:
+        """Let ops find out how they run best with many rows: calls `forward(rows)`, which runs the model on
+        `rows` rows of whatever values, for each number of rows up to `limit` that is not known yet. How many
+        there were.
         """
         ...
 

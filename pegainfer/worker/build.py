@@ -91,6 +91,7 @@ def build_worker(
         worker = _assemble(config, model, storage, batch, device=device, limits=limits, info=info)
     with _phase(phases, "warm up"):
         _warm_up(worker)
+        worker.tune()
     return worker
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from pegainfer.models.base import ForwardBatch, Model
 from pegainfer.runtime.arena import Arena
 from pegainfer.runtime.device import Device
@@ -110,6 +112,27 @@ class ModelRunner:
         result = self._graphs.run(key, launch)
         return StepResult(result.hidden, result.logits.rows(num_logits) if result.logits else None)
 
+    def rehearse(self, num_tokens: int) -> None:
+        """Run the model, and the head where it serves so many rows, on made-up tokens that leave no trace."""
+        longest = self._limits.max_blocks * self._storage.block_size
+        starts = [*range(0, num_tokens, longest), num_tokens]
+        num_requests = len(starts) - 1
+        if num_requests > self._limits.num_requests:
+            return
+        self.staging.advance()
+        host, rows = self.staging.host, np.arange(num_tokens)
+        host["token_ids"][:num_tokens] = rows % self._model.vocab_size
+        host["positions"][:num_tokens] = 0
+        host["slot_mapping"][:num_tokens] = -1
+        host["query_start_loc"][: num_requests + 1] = starts
+        host["seq_lens"][:num_requests] = np.diff(starts)
+        host["block_tables"][:num_requests] = 0
+        host["scored_rows"][:num_tokens] = rows
+        self.staging.upload(num_requests)
+        hidden = self._model.forward(self._batch(num_tokens, num_requests))
+        if num_tokens <= self._limits.num_logits:
+            self._logits(hidden, "scored_rows", 0, num_tokens)
+
     def each_logits(
         self, hidden: Tensor, rows: str, num_rows: int, consume: Callable[[Tensor, int], None]
     ) -> None:
@@ -135,7 +158,7 @@ class ModelRunner:
             return (num_tokens, num_requests, num_logits) if is_decode else None
         limits = self._limits
         requests = min(padded_size(num_requests), limits.num_requests)
-        logits = min(padded_size(num_logits), limits.num_logits) if num_logits else 0
+        logits = min(padded_size(num_logits), limits.num_logits, limits.num_requests) if num_logits else 0
         if is_decode:
             return requests, requests, logits
         tokens = padded_size(num_tokens)

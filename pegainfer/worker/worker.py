@@ -97,6 +97,11 @@ class Worker:
             step.done.wait()
         return StepOutput(step.plan.step_id, self._results(step, step.layout))
 
+    def tune(self) -> None:
+        """Let the device measure what it does not know yet about this model; before the first request."""
+        self._device.tune(self._runner.rehearse, self._info.max_num_batched_tokens)
+        self._device.stream.synchronize()
+
     def close(self) -> None:
         """Free the device."""
         self._in_flight.clear()

@@ -88,7 +88,7 @@ def test_a_request_without_a_token_fails_alone() -> None:
 
 @pytest.mark.gpu
 def test_the_same_tokens_on_a_gpu() -> None:
-    """Float32, where rounding decides nothing: recorded, padded and overlapped against one launch at a time."""
+    """Float32, where rounding decides nothing: recorded, padded and overlapped against plain launches."""
     options = {"device": "cuda", "dtype": "float32", "kv_cache_memory_bytes": 4 << 20, "max_logprobs": 20}
     skip = ("everything",)
     expected, _ = answers(overlap=False, enforce_eager=True, skip=skip, **options)

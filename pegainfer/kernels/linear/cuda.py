@@ -16,6 +16,7 @@ from pegainfer.ops.linear import LinearFacts, linear
 from pegainfer.ops.norm_linear import NormLinearFacts, norm_linear
 from pegainfer.ops.op import Launcher
 from pegainfer.ops.raw_weight import RawWeight
+from pegainfer.runtime.cuda.algorithms import Product
 from pegainfer.runtime.cuda.module import KernelSource
 from pegainfer.runtime.device import Device, DeviceKind
 from pegainfer.runtime.dtypes import DType, WeightFormat
@@ -63,6 +64,9 @@ class CudaLinear:
                 out=self._out,
                 accumulate=facts.accumulate,
             )
+        self._product = Product(facts.out_features, facts.in_features, facts.act, self._out, facts.accumulate)
+        if facts.act is not DType.float32:
+            gpu.products.add(self._product)
 
     def packed_bytes(self) -> int:
         """Bytes of the packed weight."""
@@ -85,25 +89,18 @@ class CudaLinear:
             self._skinny(x, weight, out, bias=bias)
             return
         key = (rows, x.strides[0], out.strides[0])
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._plans[key] = self._plan(x, out)
+        plan = self._plans.get(key) or self._plan(x, weight, out)
         plan.run(x.data_ptr, weight.data_ptr, out.data_ptr)
         if bias is not None:
             self._add_bias(bias, out)
 
-    def _plan(self, x: Tensor, out: Tensor) -> MatmulPlan:
-        facts = self._facts
-        return self._gpu.cublaslt.plan(
-            facts.act,
-            m=x.shape[0],
-            n=facts.out_features,
-            k=facts.in_features,
-            x_stride=x.strides[0],
-            out_stride=out.strides[0],
-            accumulate=facts.accumulate,
-            out_dtype=self._out,
-        )
+    def _plan(self, x: Tensor, weight: Tensor, out: Tensor) -> MatmulPlan:
+        lt, rows, strides = self._gpu.cublaslt, x.shape[0], (x.strides[0], out.strides[0])
+        plan = lt.plan(self._product, rows, x_stride=strides[0], out_stride=strides[1])
+        if lt.algorithms.is_wanted(self._product, rows):
+            lt.measure(plan, x.data_ptr, weight.data_ptr, out.data_ptr)
+        self._plans[rows, *strides] = plan
+        return plan
 
     def _add_bias(self, bias: Tensor, out: Tensor) -> None:
         columns = self._facts.out_features

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from pegainfer.runtime.dtypes import DType
 from pegainfer.runtime.tensor import Tensor
 
 if TYPE_CHECKING:
+    from pegainfer.runtime.cuda.algorithms import Product
     from pegainfer.runtime.cuda.cublaslt import CublasLt
 
 __all__ = ["CudaDevice", "CudaGraph", "CudaStream", "DeviceStorage", "PinnedStorage", "make_cuda_device"]
@@ -151,6 +152,8 @@ class CudaDevice:
         self._modules: dict[KernelSource, Any] = {}
         self._workspaces: dict[str, Tensor] = {}
         self._landings = LandingPool(self)
+        self.products: set[Product] = set()
+        """Products that cuBLASLt will be asked for, whose algorithms are worth measuring."""
 
     @functools.cached_property
     def name(self) -> str:
@@ -260,7 +263,13 @@ class CudaDevice:
         """The cuBLASLt handle of this device's stream, opened when it is first needed."""
         from pegainfer.runtime.cuda.cublaslt import CublasLt
 
-        return CublasLt(self.stream.handle)
+        return CublasLt(self.stream.handle, gpu=self.name)
+
+    def tune(self, forward: Callable[[int], object], limit: int) -> int:
+        """Measure which cuBLASLt algorithms are fastest, where no file tells."""
+        if not self.products:
+            return 0
+        return self.cublaslt.algorithms.measure(self.products, forward, limit)
 
     def close(self) -> None:
         """Wait for the stream and unload every kernel. Tensors free their own memory."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-import tempfile
 from dataclasses import dataclass
 from importlib import util
 from pathlib import Path
@@ -17,10 +16,11 @@ from typing import Any
 
 from pegainfer import envs
 from pegainfer.errors import KernelError
+from pegainfer.runtime.cuda.disk_cache import read_checked, write_checked
 
 __all__ = ["KernelSource", "compile_cubin", "cubin_path", "load_cubin"]
 
-_DIGEST_BYTES = 32
+_TOOLKIT_HEADERS = ("cuda_bf16.h", "cuda_bf16.hpp", "cuda_fp16.h", "cuda_fp16.hpp")
 _KERNELS = Path(__file__).parents[2] / "kernels"
 
 
@@ -46,7 +46,7 @@ def compile_cubin(source: KernelSource, arch: str) -> bytes:
     from cuda.bindings import nvrtc
 
     program = _nvrtc(nvrtc.nvrtcCreateProgram(source.read().encode(), source.path.encode(), 0, [], []))
-    options = [option.encode() for option in _options(source, arch)]
+    options = [option.encode() for option in (*_options(source, arch), *_include_options())]
     status = nvrtc.nvrtcCompileProgram(program, len(options), options)[0]
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         log = b" " * _nvrtc(nvrtc.nvrtcGetProgramLogSize(program))
@@ -61,9 +61,11 @@ def compile_cubin(source: KernelSource, arch: str) -> bytes:
 
 
 def cubin_path(source: KernelSource, arch: str) -> Path:
-    """Where the cubin of `source` for `arch` is cached."""
+    """Where the cubin of `source` for `arch` is cached. The name tells where nothing is installed, so that
+    files can be made on another machine.
+    """
     digest = hashlib.sha256()
-    for part in (source.read(), _headers(), _compiler_version(), *_options(source, arch)):
+    for part in (source.read(), _headers(), _toolkit(), *_options(source, arch)):
         digest.update(part.encode())
         digest.update(b"\0")
     stem = source.path.removesuffix(".cu").replace("/", "-")
@@ -73,29 +75,26 @@ def cubin_path(source: KernelSource, arch: str) -> Path:
 def load_cubin(source: KernelSource, arch: str) -> bytes:
     """The cubin from the cache, compiled first when it is absent or damaged."""
     path = cubin_path(source, arch)
-    try:
-        content = path.read_bytes()
-    except OSError:
-        content = b""
-    digest, cubin = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
-    if cubin and hashlib.sha256(cubin).digest() == digest:
-        return cubin
-    cubin = compile_cubin(source, arch)
-    _write_atomically(path, hashlib.sha256(cubin).digest() + cubin)
+    cubin = read_checked(path)
+    if cubin is None:
+        cubin = compile_cubin(source, arch)
+        write_checked(path, cubin)
     return cubin
 
 
 def _options(source: KernelSource, arch: str) -> list[str]:
-    includes = [f"--include-path={path}" for path in (_KERNELS / "include", *_toolkit_includes())]
     defines = [f"--define-macro={name}={value}" for name, value in source.defines]
     return [
         f"--gpu-architecture={arch}",
         "--std=c++17",
         "--fmad=true",
         "-default-device",
-        *includes,
         *defines,
     ]
+
+
+def _include_options() -> list[str]:
+    return [f"--include-path={path}" for path in (_KERNELS / "include", *_toolkit_includes())]
 
 
 @functools.cache
@@ -105,10 +104,16 @@ def _headers() -> str:
 
 
 @functools.cache
-def _compiler_version() -> str:
+def _toolkit() -> str:
+    """Version of the compiler, and digest of the toolkit's headers that kernels include."""
     from cuda.bindings import nvrtc
 
-    return "nvrtc {}.{}".format(*_nvrtc(nvrtc.nvrtcVersion()))
+    version = _nvrtc(nvrtc.nvrtcVersion())
+    digest = hashlib.sha256()
+    for folder in _toolkit_includes():
+        for name in _TOOLKIT_HEADERS:
+            digest.update((folder / name).read_bytes())
+    return f"nvrtc {version} {digest.hexdigest()}"
 
 
 @functools.cache
@@ -126,19 +131,6 @@ def _toolkit_includes() -> tuple[Path, ...]:
     if not found:
         raise KernelError("the CUDA headers are missing: pip install nvidia-cuda-runtime, or set CUDA_HOME")
     return found[:1]
-
-
-def _write_atomically(path: Path, content: bytes) -> None:
-    """Write through a temporary file, so that a reader sees a whole file or none. A read-only cache is no
-    error.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(content)
-        os.replace(file.name, path)
-    except OSError:
-        return
 
 
 def _nvrtc(result: tuple[Any, ...]) -> Any:
