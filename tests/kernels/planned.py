@@ -105,14 +105,20 @@ def launch_case(gpu: PlannedGpu, case: Case[Any], launcher: Any) -> None:
 
 
 def sources_of_cases(arch: str) -> list[KernelSource]:
-    """What the providers load for all parity cases, also at the launch."""
+    """What the providers load for all parity cases. A provider that loads a kernel at a launch fails: what is
+    wrong with a kernel must show when the model is built.
+    """
     load_providers(DeviceKind.cuda)
-    gpu = PlannedGpu(arch)
+    sources: dict[KernelSource, None] = {}
     for op in all_ops().values():
         for case in op.cases(np.random.default_rng(0)):
             for provider in op.providers:
-                if provider.kind is DeviceKind.cuda:
-                    launcher = provider.factory(case.facts, gpu)
-                    if launcher is not None:
-                        launch_case(gpu, case, launcher)
-    return list(gpu.sources)
+                gpu = PlannedGpu(arch)
+                launcher = provider.factory(case.facts, gpu) if provider.kind is gpu.kind else None
+                if launcher is not None:
+                    bound = len(gpu.sources)
+                    launch_case(gpu, case, launcher)
+                    late = list(gpu.sources)[bound:]
+                    assert not late, f"{op.name} loads {late} at its first launch"
+                sources |= gpu.sources
+    return list(sources)

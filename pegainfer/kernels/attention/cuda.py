@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["decode_source", "generic_source", "hopper_prefill_source", "prefill_source"]
 
 _DECODE_WARPS, _DECODE_STAGES = 4, 3
+_DECODE_BLOCKS = 2  # a multiprocessor
 _PREFILL_ROWS, _PREFILL_THREADS = 128, 256
 _HOPPER_THREADS = 384
 _HOPPER_SHARED = (
@@ -27,6 +28,7 @@ _HOPPER_SHARED = (
 _GENERIC_WARPS = 4
 _MAX_GROUP = 16
 _MAX_SHARES = 64  # as in decode.cu
+_MAX_PREFILL_SHARES = 32  # a lane each
 _MAX_REQUESTS = 1024
 _KEYS = 16
 
@@ -49,7 +51,9 @@ def generic_source(facts: AttentionFacts) -> KernelSource:
 
 def decode_source(facts: AttentionFacts) -> KernelSource:
     """The split-KV kernel for one token a request."""
-    return KernelSource.of("attention/decode.cu", STAGES=_DECODE_STAGES, **_shape_defines(facts))
+    return KernelSource.of(
+        "attention/decode.cu", WARPS=_DECODE_WARPS, STAGES=_DECODE_STAGES, **_shape_defines(facts)
+    )
 
 
 def prefill_source(facts: AttentionFacts) -> KernelSource:
@@ -102,6 +106,102 @@ def _bind_generic(facts: AttentionFacts, gpu: CudaDevice) -> Launcher:
     return launch
 
 
+def _bind_prefill(facts: AttentionFacts, gpu: CudaDevice) -> Launcher:
+    group = facts.num_heads // facts.num_kv_heads
+    kernel = gpu.kernel(
+        prefill_source(facts),
+        "paged_attention_prefill",
+        signature="ppppppppppif",
+        shared_bytes=2 * 2 * (2 if facts.head_dim > 128 else 4) * _KEYS * facts.head_dim * 2,
+    )
+    stream, scale_log2 = gpu.stream.handle, facts.scale * math.log2(math.e)
+
+    def launch(
+        *,
+        q: Tensor,
+        kv: Tensor,
+        kv_block_stride: int,
+        block_tables: Tensor,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        out: Tensor,
+    ) -> None:
+        num_requests = seq_lens.shape[0]
+        kernel.launch(
+            stream,
+            (q.shape[0] * group // _PREFILL_ROWS + num_requests, facts.num_kv_heads),
+            _PREFILL_THREADS,
+            q.data_ptr,
+            q.strides[0],
+            kv.data_ptr,
+            kv_block_stride,
+            block_tables.data_ptr,
+            block_tables.strides[0],
+            query_start_loc.data_ptr,
+            seq_lens.data_ptr,
+            out.data_ptr,
+            out.strides[0],
+            num_requests,
+            scale_log2,
+        )
+
+    return launch
+
+
+def _bind_hopper_prefill(facts: AttentionFacts, gpu: CudaDevice) -> Launcher | None:
+    if gpu.capability != (9, 0) or facts.head_dim != 128 or not _divides_tile(facts.block_size):
+        return None
+    group = facts.num_heads // facts.num_kv_heads
+    kernel = gpu.kernel(
+        hopper_prefill_source(facts),
+        "paged_attention_prefill_sm90",
+        signature="ppppppppppppif",
+        shared_bytes=_HOPPER_SHARED,
+    )
+    stream, scale_log2 = gpu.stream.handle, facts.scale * math.log2(math.e)
+    # Keys are shared among blocks only while there are fewer blocks than multiprocessors.
+    num_places = gpu.num_multiprocessors
+    partial = gpu.workspace(
+        "attention-prefill-partial", num_places * _PREFILL_ROWS * (facts.head_dim + 2) * 4
+    )
+    arrivals = gpu.workspace("attention-prefill-arrivals", num_places * 4)
+
+    def launch(
+        *,
+        q: Tensor,
+        kv: Tensor,
+        kv_block_stride: int,
+        block_tables: Tensor,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        out: Tensor,
+    ) -> None:
+        num_requests = seq_lens.shape[0]
+        tiles = q.shape[0] * group // _PREFILL_ROWS + num_requests
+        shares = min(max(num_places // (tiles * facts.num_kv_heads), 1), _MAX_PREFILL_SHARES)
+        kernel.launch(
+            stream,
+            (tiles, facts.num_kv_heads, shares),
+            _HOPPER_THREADS,
+            q.data_ptr,
+            q.strides[0],
+            kv.data_ptr,
+            kv_block_stride,
+            block_tables.data_ptr,
+            block_tables.strides[0],
+            query_start_loc.data_ptr,
+            seq_lens.data_ptr,
+            out.data_ptr,
+            out.strides[0],
+            partial.data_ptr,
+            arrivals.data_ptr,
+            num_requests,
+            scale_log2,
+        )
+
+    return launch
+
+
 @paged_attention.provider("cuda", DeviceKind.cuda)
 def _bind(facts: AttentionFacts, device: Device) -> Launcher | None:
     group = facts.num_heads // facts.num_kv_heads
@@ -120,24 +220,9 @@ def _bind(facts: AttentionFacts, device: Device) -> Launcher | None:
         signature="pppppppppppf",
         shared_bytes=max(ring, merge),
     )
-    if gpu.capability == (9, 0) and facts.head_dim == 128 and _divides_tile(facts.block_size):
-        prefill_threads = _HOPPER_THREADS
-        prefill = gpu.kernel(
-            hopper_prefill_source(facts),
-            "paged_attention_prefill_sm90",
-            signature="ppppppppppif",
-            shared_bytes=_HOPPER_SHARED,
-        )
-    else:
-        prefill_threads = _PREFILL_THREADS
-        prefill = gpu.kernel(
-            prefill_source(facts),
-            "paged_attention_prefill",
-            signature="ppppppppppif",
-            shared_bytes=2 * 2 * (2 if facts.head_dim > 128 else 4) * tile_bytes,
-        )
+    prefill = _bind_hopper_prefill(facts, gpu) or _bind_prefill(facts, gpu)
     stream, scale_log2 = gpu.stream.handle, facts.scale * math.log2(math.e)
-    target_blocks = 2 * gpu.num_multiprocessors
+    target_blocks = _DECODE_BLOCKS * gpu.num_multiprocessors
     share_bytes = group * (facts.head_dim + 2) * 4
     partial = gpu.workspace(
         "attention-partial", (target_blocks + _MAX_REQUESTS * facts.num_kv_heads) * share_bytes
@@ -175,23 +260,14 @@ def _bind(facts: AttentionFacts, device: Device) -> Launcher | None:
                 scale_log2,
             )
             return
-        tiles = q.shape[0] * group // _PREFILL_ROWS + num_requests
-        prefill.launch(
-            stream,
-            (tiles, facts.num_kv_heads),
-            prefill_threads,
-            q.data_ptr,
-            q.strides[0],
-            kv.data_ptr,
-            kv_block_stride,
-            block_tables.data_ptr,
-            block_tables.strides[0],
-            query_start_loc.data_ptr,
-            seq_lens.data_ptr,
-            out.data_ptr,
-            out.strides[0],
-            num_requests,
-            scale_log2,
+        prefill(
+            q=q,
+            kv=kv,
+            kv_block_stride=kv_block_stride,
+            block_tables=block_tables,
+            query_start_loc=query_start_loc,
+            seq_lens=seq_lens,
+            out=out,
         )
 
     return launch

@@ -3,7 +3,11 @@
 // A block takes one KV head and 128 rows of one request, a row being a (token, query head of the group) pair. One
 // warpgroup copies: tiles of 128 keys and values pass through three stages each in shared memory. Two warpgroups of 64
 // rows compute, and keep the tensor cores busy during their softmax: the scores of the next tile are issued before the
-// values of this one, so that the exponentials of the next overlap the product of this.
+// values of this one, so that the exponentials of the next overlap the product of this; and they take turns at issuing
+// products, so that one of them softens while the other multiplies.
+//
+// Few rows over many keys would leave most multiprocessors idle: then gridDim.z blocks share the keys of a tile of rows,
+// and the last of them to arrive adds up what all have left in `partial`, in order. There are at most 32.
 //
 // A KV block of a layer holds keys [kv_head][BLOCK_SIZE][128], then values alike.
 // Defines: NUM_HEADS, NUM_KV_HEADS, BLOCK_SIZE (16, 32, 64 or a multiple of 128); HEAD_DIM is 128.
@@ -21,14 +25,28 @@ constexpr int TILE_BYTES = 2 * HALF_BYTES;
 constexpr int STAGES = 3;
 constexpr int COPIERS = 128, COMPUTERS = 256;  // threads
 constexpr float NEVER = -1e30f;
+constexpr int LEAST_TILES = 2;                 // of a share
+constexpr int PARTIAL = ROWS * (DIM + 2);      // floats of a share: outputs, then maximum and sum of each row
 
 // Shared memory: keys [STAGES], values [STAGES], queries [2 warpgroups], barriers.
 constexpr int KEYS_AT = 0, VALUES_AT = STAGES * TILE_BYTES, QUERY_AT = 2 * STAGES * TILE_BYTES;
 constexpr int BARRIERS_AT = QUERY_AT + ROWS * DIM * 2;
 enum Barrier { KEYS_FULL = 0, KEYS_FREE = STAGES, VALUES_FULL = 2 * STAGES, VALUES_FREE = 3 * STAGES };
 
+// Named barriers of the computing threads; 0 is __syncthreads.
+enum Meeting { QUERY_READY = 1, TURN = 3, PARTIAL_READY = 5 };  // the first two once for each warpgroup
+
+__device__ __forceinline__ void meet(int meeting, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(meeting), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void announce(int meeting, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(meeting), "r"(threads) : "memory");
+}
+
 __device__ __forceinline__ void copy_tiles(const uint8_t* kv, int64_t kv_block_stride, const int* table, int kv_head,
-                                           int num_keys, int num_tiles, uint32_t shared, uint32_t barriers) {
+                                           int first_key, int num_keys, int num_tiles, uint32_t shared,
+                                           uint32_t barriers) {
   constexpr int IN_FLIGHT = 2;
   constexpr int BLOCKS_A_TILE = BLOCK_SIZE < KEYS ? KEYS / BLOCK_SIZE : 1;
   const int lane = threadIdx.x % 32, unit = threadIdx.x % 16, first_row = threadIdx.x / 16;
@@ -39,7 +57,7 @@ __device__ __forceinline__ void copy_tiles(const uint8_t* kv, int64_t kv_block_s
   };
   // A lane holds the table entry of one block of a tile, read a tile ahead: nothing waits for it.
   auto entry_of = [&](int tile) {
-    const int key = tile * KEYS + lane % BLOCKS_A_TILE * BLOCK_SIZE;
+    const int key = first_key + tile * KEYS + lane % BLOCKS_A_TILE * BLOCK_SIZE;
     return key < num_keys ? table[key / BLOCK_SIZE] : 0;
   };
   auto load_tile = [&](int tile, int entry, bool is_value) {
@@ -51,7 +69,7 @@ __device__ __forceinline__ void copy_tiles(const uint8_t* kv, int64_t kv_block_s
                         (int64_t)((is_value ? NUM_KV_HEADS : 0) + kv_head) * BLOCK_SIZE * DIM + unit * 8;
 #pragma unroll 8
     for (int i = 0; i < KEYS; i += COPIERS / 16) {
-      const int row = i + first_row, key = tile * KEYS + row;
+      const int row = i + first_row, key = first_key + tile * KEYS + row;
       const int64_t block = __shfl_sync(0xffffffffu, entry, row / BLOCK_SIZE);
       const act_t* source = head + block * (kv_block_stride / (int64_t)sizeof(act_t)) + key % BLOCK_SIZE * DIM;
       copy_async(target + swizzled_offset(row, unit % 8), source, key < num_keys);  // zeros beyond: NaN times 0 is NaN
@@ -106,9 +124,11 @@ extern "C" __global__ void __launch_bounds__(COPIERS + COMPUTERS, 1)
     paged_attention_prefill_sm90(const act_t* __restrict__ q, int64_t q_stride, const uint8_t* __restrict__ kv,
                                  int64_t kv_block_stride, const int* __restrict__ block_tables, int64_t table_stride,
                                  const int* __restrict__ query_start_loc, const int* __restrict__ seq_lens,
-                                 act_t* __restrict__ out, int64_t out_stride, int num_requests, float scale_log2) {
+                                 act_t* __restrict__ out, int64_t out_stride, float* __restrict__ partial,
+                                 int* __restrict__ arrivals, int num_requests, float scale_log2) {
   release_successor();
   extern __shared__ __align__(1024) uint8_t memory[];
+  __shared__ int is_last;
   const uint32_t shared = (shared_address(memory) + 1023) & ~1023u;
   const uint32_t barriers = shared + BARRIERS_AT;
   const int kv_head = blockIdx.y, lane = threadIdx.x % 32;
@@ -117,7 +137,12 @@ extern "C" __global__ void __launch_bounds__(COPIERS + COMPUTERS, 1)
   if (mine.request < 0) return;
   const int last_row = min((mine.tile + 1) * ROWS, mine.num_rows) - 1;
   const int num_keys = mine.start + last_row / GROUP + 1;
-  const int num_tiles = (num_keys + KEYS - 1) / KEYS;
+  const int all_tiles = (num_keys + KEYS - 1) / KEYS;
+  const int tiles_a_share = max((all_tiles + (int)gridDim.z - 1) / (int)gridDim.z, LEAST_TILES);
+  const int num_shares = (all_tiles + tiles_a_share - 1) / tiles_a_share;
+  const int share = blockIdx.z, first_tile = share * tiles_a_share;
+  if (share >= num_shares) return;
+  const int num_tiles = min(tiles_a_share, all_tiles - first_tile), first_key = first_tile * KEYS;
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(barriers + (KEYS_FULL + i) * 8, COPIERS);
@@ -131,8 +156,8 @@ extern "C" __global__ void __launch_bounds__(COPIERS + COMPUTERS, 1)
 
   if (threadIdx.x < COPIERS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
-    copy_tiles(kv, kv_block_stride, block_tables + mine.request * table_stride, kv_head, num_keys, num_tiles, shared,
-               barriers);
+    copy_tiles(kv, kv_block_stride, block_tables + mine.request * table_stride, kv_head, first_key, num_keys, num_tiles,
+               shared, barriers);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
     const int group = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, warp = thread / 32, g = lane / 4, t = lane % 4;
@@ -148,11 +173,7 @@ extern "C" __global__ void __launch_bounds__(COPIERS + COMPUTERS, 1)
     commit_copies();
     wait_for_copies<0>();
     fence_for_tensor_cores();
-    if (group == 0) {
-      asm volatile("bar.sync 1, 128;" ::: "memory");
-    } else {
-      asm volatile("bar.sync 2, 128;" ::: "memory");
-    }
+    meet(QUERY_READY + group, 128);
 
     const int low = first_row + warp * 16 + g;
     const int limit[2] = {mine.start + low / GROUP + 1, mine.start + (low + 8) / GROUP + 1};
@@ -161,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(COPIERS + COMPUTERS, 1)
 
     // Scores of a tile become weights: mask, running maximum, exponentials, partial sums.
     auto soften = [&](int tile) {
-      const int base = tile * KEYS;
+      const int base = first_key + tile * KEYS;
       if (base + KEYS > limit[0]) {  // limit[0] is the smaller one
 #pragma unroll
         for (int i = 0; i < 64; ++i) {
@@ -200,12 +221,16 @@ extern "C" __global__ void __launch_bounds__(COPIERS + COMPUTERS, 1)
     barrier_arrive(barriers + KEYS_FREE * 8);
     soften(0);
     take_weights();
-    for (int tile = 0; tile < num_tiles - 1; ++tile) {
+    const int last = num_tiles - 1;
+    if (group == 1 && last > 0) announce(TURN, COMPUTERS);
+    for (int tile = 0; tile < last; ++tile) {
       const int stage = tile % STAGES, next = (tile + 1) % STAGES;
       barrier_wait(barriers + (KEYS_FULL + next) * 8, ((tile + 1) / STAGES) & 1);
+      meet(TURN + group, COMPUTERS);
       issue_scores(scores, query, shared + KEYS_AT + next * TILE_BYTES);
       barrier_wait(barriers + (VALUES_FULL + stage) * 8, (tile / STAGES) & 1);
       issue_values(output, weights, shared + VALUES_AT + stage * TILE_BYTES);
+      if (group == 0 || tile + 1 < last) announce(TURN + 1 - group, COMPUTERS);
       warpgroup_wait<1>();
       fence_registers(scores);
       barrier_arrive(barriers + (KEYS_FREE + next) * 8);
@@ -217,16 +242,31 @@ extern "C" __global__ void __launch_bounds__(COPIERS + COMPUTERS, 1)
       for (int i = 0; i < 64; ++i) output[i] *= rescale[(i / 2) % 2];
       take_weights();
     }
-    const int last = num_tiles - 1;
     barrier_wait(barriers + (VALUES_FULL + last % STAGES) * 8, (last / STAGES) & 1);
     issue_values(output, weights, shared + VALUES_AT + (last % STAGES) * TILE_BYTES);
     warpgroup_wait<0>();
     fence_registers(output);
+    const int64_t place = (int64_t)blockIdx.x * gridDim.y + kv_head;
+    float* shares = partial + place * gridDim.z * PARTIAL;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 1);
       sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 2);
       const int row = low + 8 * r;
+      if (num_shares > 1) {
+        const int at = group * 64 + warp * 16 + g + 8 * r;
+        float* target = shares + (int64_t)share * PARTIAL + at * DIM;
+#pragma unroll
+        for (int n = 0; n < 16; ++n) {
+          *reinterpret_cast<float2*>(target + n * 8 + 2 * t) =
+              make_float2(output[4 * n + 2 * r], output[4 * n + 2 * r + 1]);
+        }
+        if (t == 0) {
+          float* tail = shares + (int64_t)share * PARTIAL + ROWS * DIM + at * 2;
+          *reinterpret_cast<float2*>(tail) = make_float2(maximum[r], sum[r]);
+        }
+        continue;
+      }
       if (row >= mine.num_rows) continue;
       const float inverse = sum[r] > 0.f ? 1.f / sum[r] : 0.f;
       act_t* target = out + (mine.first_token + row / GROUP) * out_stride + (kv_head * GROUP + row % GROUP) * DIM;
@@ -235,6 +275,35 @@ extern "C" __global__ void __launch_bounds__(COPIERS + COMPUTERS, 1)
         *reinterpret_cast<uint32_t*>(target + n * 8 + 2 * t) =
             pack_pair(output[4 * n + 2 * r] * inverse, output[4 * n + 2 * r + 1] * inverse);
       }
+    }
+    if (num_shares == 1) return;
+    __threadfence();
+    meet(PARTIAL_READY, COMPUTERS);
+    if (threadIdx.x == COPIERS) is_last = atomicAdd(arrivals + place, 1) == num_shares - 1;
+    meet(PARTIAL_READY, COMPUTERS);
+    if (!is_last) return;
+    if (threadIdx.x == COPIERS) arrivals[place] = 0;  // ready for the next launch
+    __threadfence();
+    for (int at = (threadIdx.x - COPIERS) / 32; at < ROWS; at += COMPUTERS / 32) {
+      const int row = mine.tile * ROWS + at;
+      if (row >= mine.num_rows) break;
+      float2 tail = make_float2(NEVER, 0.f);  // of share `lane`
+      if (lane < num_shares) {
+        tail = __ldcg(reinterpret_cast<const float2*>(shares + (int64_t)lane * PARTIAL + ROWS * DIM + at * 2));
+      }
+      const float weight = power_of_two(tail.x - warp_max(tail.x));
+      const float total = warp_sum(weight * tail.y);
+      float4 value = make_float4(0.f, 0.f, 0.f, 0.f);
+      for (int s = 0; s < num_shares; ++s) {
+        const float factor = __shfl_sync(0xffffffffu, weight, s);
+        const float4 piece =
+            __ldcg(reinterpret_cast<const float4*>(shares + (int64_t)s * PARTIAL + at * DIM + lane * 4));
+        value.x += factor * piece.x, value.y += factor * piece.y, value.z += factor * piece.z, value.w += factor * piece.w;
+      }
+      const float inverse = total > 0.f ? 1.f / total : 0.f;
+      act_t* target = out + (mine.first_token + row / GROUP) * out_stride + (kv_head * GROUP + row % GROUP) * DIM;
+      *reinterpret_cast<uint2*>(target + lane * 4) =
+          make_uint2(pack_pair(value.x * inverse, value.y * inverse), pack_pair(value.z * inverse, value.w * inverse));
     }
   }
 }

@@ -53,8 +53,11 @@ class CudaLinear:
         self._gpu = gpu
         self._plans: dict[tuple[int, int, int], MatmulPlan] = {}
         self._skinny: SkinnyGemm | None = None
-        self._bias_kernel: Kernel | None = None
         self._out = facts.out or facts.act
+        self._bias_kernel: Kernel | None = None
+        if facts.has_bias:
+            source = KernelSource.of("linear/add_bias.cu", **type_define("ACT", self._out))
+            self._bias_kernel = gpu.kernel(source, "add_bias", signature="pppi")
         if SkinnyGemm.serves(facts.act, facts.in_features):
             self._skinny = SkinnyGemm(
                 gpu,
@@ -103,10 +106,8 @@ class CudaLinear:
         return plan
 
     def _add_bias(self, bias: Tensor, out: Tensor) -> None:
+        assert self._bias_kernel is not None, "a linear that was bound without a bias was given one"
         columns = self._facts.out_features
-        if self._bias_kernel is None:
-            source = KernelSource.of("linear/add_bias.cu", **type_define("ACT", self._out))
-            self._bias_kernel = self._gpu.kernel(source, "add_bias", signature="pppi")
         grid = (out.shape[0], -(-columns // _BIAS_THREADS))
         arguments = (bias.data_ptr, out.data_ptr, out.strides[0], columns)
         self._bias_kernel.launch(self._gpu.stream.handle, grid, _BIAS_THREADS, *arguments)

@@ -17,7 +17,7 @@ __all__ = ["MAX_ROWS", "SkinnyGemm", "skinny_source"]
 MAX_ROWS = 16
 _WARPS = 8
 _CHUNK = 64  # columns
-_VARIANTS = ((8, 2, 4), (16, 2, 3))  # of skinny_gemm.cu: most tokens, row tiles, ring stages
+_VARIANTS = ((8, 2, 5), (16, 2, 3))  # of skinny_gemm.cu: most tokens, row tiles, ring stages
 _ONE_A_MULTIPROCESSOR = 117 * 1024
 """At least this much shared memory, so that two blocks never share a multiprocessor: a kernel that starts
 while its predecessor still runs would crowd onto those that are free, and leave the others idle later.

@@ -1,7 +1,8 @@
 """Kernels as artifacts: CUDA C++ compiled to a cubin by NVRTC, cached by content, loaded into the context.
 
 The key of a cached cubin is a hash of everything that shapes it: source, headers, defines, options,
-architecture and compiler version. A file whose own digest does not match is rebuilt, never trusted.
+architecture, versions of compiler and toolkit; but no paths, so that what another machine compiled is found.
+A file whose own digest does not match is rebuilt, never trusted.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import re
 from dataclasses import dataclass
 from importlib import util
 from pathlib import Path
@@ -20,7 +22,7 @@ from pegainfer.runtime.cuda.disk_cache import read_checked, write_checked
 
 __all__ = ["KernelSource", "compile_cubin", "cubin_path", "load_cubin"]
 
-_TOOLKIT_HEADERS = ("cuda_bf16.h", "cuda_bf16.hpp", "cuda_fp16.h", "cuda_fp16.hpp")
+_VERSION_WITHIN = 1 << 16  # characters from the start of the toolkit's main header
 _KERNELS = Path(__file__).parents[2] / "kernels"
 
 
@@ -61,11 +63,9 @@ def compile_cubin(source: KernelSource, arch: str) -> bytes:
 
 
 def cubin_path(source: KernelSource, arch: str) -> Path:
-    """Where the cubin of `source` for `arch` is cached. The name tells where nothing is installed, so that
-    files can be made on another machine.
-    """
+    """Where the cubin of `source` for `arch` is cached."""
     digest = hashlib.sha256()
-    for part in (source.read(), _headers(), _toolkit(), *_options(source, arch)):
+    for part in (source.read(), _headers(), *_versions(), *_options(source, arch)):
         digest.update(part.encode())
         digest.update(b"\0")
     stem = source.path.removesuffix(".cu").replace("/", "-")
@@ -94,7 +94,10 @@ def _options(source: KernelSource, arch: str) -> list[str]:
 
 
 def _include_options() -> list[str]:
-    return [f"--include-path={path}" for path in (_KERNELS / "include", *_toolkit_includes())]
+    toolkit = _toolkit_include()
+    if toolkit is None:
+        raise KernelError("the CUDA headers are missing: pip install nvidia-cuda-runtime, or set CUDA_HOME")
+    return [f"--include-path={path}" for path in (_KERNELS / "include", toolkit)]
 
 
 @functools.cache
@@ -104,21 +107,28 @@ def _headers() -> str:
 
 
 @functools.cache
-def _toolkit() -> str:
-    """Version of the compiler, and digest of the toolkit's headers that kernels include."""
+def _versions() -> tuple[str, str]:
+    """Of the compiler, and of the toolkit whose headers it reads."""
     from cuda.bindings import nvrtc
 
-    version = _nvrtc(nvrtc.nvrtcVersion())
-    digest = hashlib.sha256()
-    for folder in _toolkit_includes():
-        for name in _TOOLKIT_HEADERS:
-            digest.update((folder / name).read_bytes())
-    return f"nvrtc {version} {digest.hexdigest()}"
+    compiler = "nvrtc {}.{}".format(*_nvrtc(nvrtc.nvrtcVersion()))
+    toolkit = _toolkit_include()
+    return compiler, f"toolkit {_toolkit_version(toolkit) if toolkit else 'unknown'}"
+
+
+def _toolkit_version(include: Path) -> str:
+    """`13000` for the headers of CUDA 13.0."""
+    try:
+        with open(include / "cuda_runtime_api.h", errors="replace") as file:
+            found = re.search(r"#define\s+CUDART_VERSION\s+(\d+)", file.read(_VERSION_WITHIN))
+    except OSError:
+        found = None
+    return found[1] if found else "unknown"
 
 
 @functools.cache
-def _toolkit_includes() -> tuple[Path, ...]:
-    """Folders that hold `cuda_bf16.h`: the `nvidia` wheels or an installed toolkit."""
+def _toolkit_include() -> Path | None:
+    """The folder that holds `cuda_bf16.h`, of the `nvidia` wheels or an installed toolkit."""
     candidates = []
     spec = util.find_spec("nvidia")
     for root in spec.submodule_search_locations or () if spec else ():
@@ -127,10 +137,7 @@ def _toolkit_includes() -> tuple[Path, ...]:
         if os.environ.get(variable):
             candidates.append(Path(os.environ[variable]) / "include")
     candidates.append(Path("/usr/local/cuda/include"))
-    found = tuple(path for path in candidates if (path / "cuda_bf16.h").exists())
-    if not found:
-        raise KernelError("the CUDA headers are missing: pip install nvidia-cuda-runtime, or set CUDA_HOME")
-    return found[:1]
+    return next((path for path in candidates if (path / "cuda_bf16.h").exists()), None)
 
 
 def _nvrtc(result: tuple[Any, ...]) -> Any:
