@@ -27,6 +27,9 @@ __all__ = ["ARCHITECTURES", "PlannedGpu", "needed_kernels", "prefetch"]
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 """What every kernel compiles for (those of one architecture alone aside)."""
 
+_SHARED_KB = {(8, 0): 163, (9, 0): 227, (10, 0): 227}
+"""Of one block, where it is more than 99."""
+
 _ADDRESS = 1 << 20
 _MEMORY = 80 << 30
 
@@ -76,6 +79,7 @@ class PlannedGpu:
         self.arch = arch
         self.capability = (int(matched[1]), int(matched[2]))
         self.num_multiprocessors = num_multiprocessors
+        self.max_shared_bytes = _SHARED_KB.get(self.capability, 99) << 10
         self.stream = _PlannedStream()
         self.cublaslt = _PlannedLibrary()
         self.products: set[Product] = set()

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["decode_source", "generic_source", "hopper_prefill_source", "prefill_source"]
 
-_DECODE_WARPS, _DECODE_STAGES = 4, 3
-_DECODE_BLOCKS = 2  # a multiprocessor
+_WIDE, _NARROW = ((8, 3), (4, 3), (4, 2), (2, 2)), ((4, 3), (4, 2), (2, 2), (1, 2))
+"""Warps and ring stages of decode.cu, the best first: with a multiprocessor for each block, and without."""
 _PREFILL_ROWS, _PREFILL_THREADS = 128, 256
 _HOPPER_THREADS = 384
 _HOPPER_SHARED = (
@@ -31,6 +31,7 @@ _MAX_SHARES = 64  # as in decode.cu
 _MAX_PREFILL_SHARES = 32  # a lane each
 _MAX_REQUESTS = 1024
 _KEYS = 16
+_STATIC_SHARED = 8 << 10  # room for what the kernel declares itself
 
 
 def _shape_defines(facts: AttentionFacts) -> dict[str, int]:
@@ -49,11 +50,9 @@ def generic_source(facts: AttentionFacts) -> KernelSource:
     return KernelSource.of("attention/generic.cu", **_shape_defines(facts))
 
 
-def decode_source(facts: AttentionFacts) -> KernelSource:
+def decode_source(facts: AttentionFacts, warps: int, stages: int) -> KernelSource:
     """The split-KV kernel for one token a request."""
-    return KernelSource.of(
-        "attention/decode.cu", WARPS=_DECODE_WARPS, STAGES=_DECODE_STAGES, **_shape_defines(facts)
-    )
+    return KernelSource.of("attention/decode.cu", WARPS=warps, STAGES=stages, **_shape_defines(facts))
 
 
 def prefill_source(facts: AttentionFacts) -> KernelSource:
@@ -202,34 +201,37 @@ def _bind_hopper_prefill(facts: AttentionFacts, gpu: CudaDevice) -> Launcher | N
     return launch
 
 
-@paged_attention.provider("cuda", DeviceKind.cuda)
-def _bind(facts: AttentionFacts, device: Device) -> Launcher | None:
-    group = facts.num_heads // facts.num_kv_heads
-    gpu = cuda_device(device)
-    if facts.head_dim > 256:
-        return None
-    served = facts.head_dim in (64, 128, 256) and group <= _MAX_GROUP and facts.act is facts.kv_dtype
-    if not served or facts.act is DType.float32:
-        return _bind_generic(facts, gpu)
-    tile_bytes = _KEYS * facts.head_dim * 2
-    ring = _DECODE_WARPS * _DECODE_STAGES * 2 * tile_bytes
-    merge = _DECODE_WARPS * group * facts.head_dim * 4  # the warps merge where the ring was
-    decode = gpu.kernel(
-        decode_source(facts),
-        "paged_attention_decode",
-        signature="pppppppppppf",
-        shared_bytes=max(ring, merge),
-    )
-    prefill = _bind_hopper_prefill(facts, gpu) or _bind_prefill(facts, gpu)
-    stream, scale_log2 = gpu.stream.handle, facts.scale * math.log2(math.e)
-    target_blocks = _DECODE_BLOCKS * gpu.num_multiprocessors
-    share_bytes = group * (facts.head_dim + 2) * 4
-    partial = gpu.workspace(
-        "attention-partial", (target_blocks + _MAX_REQUESTS * facts.num_kv_heads) * share_bytes
-    )
-    arrivals = gpu.workspace("attention-arrivals", _MAX_REQUESTS * facts.num_kv_heads * 4)
+class _Decode:
+    """One token a request: the split-KV kernel with the first of `shapes` that fits into shared memory."""
 
-    def launch(
+    def __init__(
+        self, facts: AttentionFacts, gpu: CudaDevice, shapes: tuple[tuple[int, int], ...], max_shares: int
+    ) -> None:
+        group = facts.num_heads // facts.num_kv_heads
+        self._stream = gpu.stream.handle
+        self._facts = facts
+        self._scale_log2 = facts.scale * math.log2(math.e)
+        for warps, stages in shapes:
+            ring = warps * stages * 2 * _KEYS * facts.head_dim * 2
+            merge = warps * group * facts.head_dim * 4  # the warps merge where the ring was
+            if max(ring, merge) + _STATIC_SHARED <= gpu.max_shared_bytes:
+                break
+        self._threads = warps * 32
+        self._kernel = gpu.kernel(
+            decode_source(facts, warps, stages),
+            "paged_attention_decode",
+            signature="pppppppppppf",
+            shared_bytes=max(ring, merge),
+        )
+        places = _MAX_REQUESTS * facts.num_kv_heads
+        share_bytes = group * (facts.head_dim + 2) * 4
+        self._num_multiprocessors = gpu.num_multiprocessors
+        self._max_shares = max_shares
+        self._partial = gpu.workspace("attention-partial", (gpu.num_multiprocessors + places) * share_bytes)
+        self._arrivals = gpu.workspace("attention-arrivals", places * 4)
+
+    def __call__(
+        self,
         *,
         q: Tensor,
         kv: Tensor,
@@ -239,35 +241,48 @@ def _bind(facts: AttentionFacts, device: Device) -> Launcher | None:
         seq_lens: Tensor,
         out: Tensor,
     ) -> None:
-        num_requests = seq_lens.shape[0]
-        if q.shape[0] == num_requests <= _MAX_REQUESTS:
-            shares = min(max(target_blocks // (num_requests * facts.num_kv_heads), 1), _MAX_SHARES)
-            decode.launch(
-                stream,
-                (num_requests, facts.num_kv_heads, shares),
-                _DECODE_WARPS * 32,
-                q.data_ptr,
-                q.strides[0],
-                kv.data_ptr,
-                kv_block_stride,
-                block_tables.data_ptr,
-                block_tables.strides[0],
-                seq_lens.data_ptr,
-                out.data_ptr,
-                out.strides[0],
-                partial.data_ptr,
-                arrivals.data_ptr,
-                scale_log2,
-            )
-            return
-        prefill(
-            q=q,
-            kv=kv,
-            kv_block_stride=kv_block_stride,
-            block_tables=block_tables,
-            query_start_loc=query_start_loc,
-            seq_lens=seq_lens,
-            out=out,
+        num_requests, num_kv_heads = seq_lens.shape[0], self._facts.num_kv_heads
+        shares = min(max(self._num_multiprocessors // (num_requests * num_kv_heads), 1), self._max_shares)
+        self._kernel.launch(
+            self._stream,
+            (num_requests, num_kv_heads, shares),
+            self._threads,
+            q.data_ptr,
+            q.strides[0],
+            kv.data_ptr,
+            kv_block_stride,
+            block_tables.data_ptr,
+            block_tables.strides[0],
+            seq_lens.data_ptr,
+            out.data_ptr,
+            out.strides[0],
+            self._partial.data_ptr,
+            self._arrivals.data_ptr,
+            self._scale_log2,
         )
+
+
+@paged_attention.provider("cuda", DeviceKind.cuda)
+def _bind(facts: AttentionFacts, device: Device) -> Launcher | None:
+    group = facts.num_heads // facts.num_kv_heads
+    gpu = cuda_device(device)
+    if facts.head_dim > 256:
+        return None
+    served = facts.head_dim in (64, 128, 256) and group <= _MAX_GROUP and facts.act is facts.kv_dtype
+    if not served or facts.act is DType.float32:
+        return _bind_generic(facts, gpu)
+    prefill = _bind_hopper_prefill(facts, gpu) or _bind_prefill(facts, gpu)
+    wide, narrow = _Decode(facts, gpu, _WIDE, _MAX_SHARES), _Decode(facts, gpu, _NARROW, 1)
+
+    def launch(**arguments: Tensor | int) -> None:
+        q, seq_lens = arguments["q"], arguments["seq_lens"]
+        assert isinstance(q, Tensor)
+        assert isinstance(seq_lens, Tensor)
+        num_requests = seq_lens.shape[0]
+        chosen: Launcher = prefill
+        if q.shape[0] == num_requests <= _MAX_REQUESTS:
+            fits = num_requests * facts.num_kv_heads <= gpu.num_multiprocessors
+            chosen = wide if fits else narrow
+        chosen(**arguments)
 
     return launch

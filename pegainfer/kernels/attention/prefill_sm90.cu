@@ -222,15 +222,21 @@ extern "C" __global__ void __launch_bounds__(COPIERS + COMPUTERS, 1)
     soften(0);
     take_weights();
     const int last = num_tiles - 1;
+#ifdef TURNS
     if (group == 1 && last > 0) announce(TURN, COMPUTERS);
+#endif
     for (int tile = 0; tile < last; ++tile) {
       const int stage = tile % STAGES, next = (tile + 1) % STAGES;
       barrier_wait(barriers + (KEYS_FULL + next) * 8, ((tile + 1) / STAGES) & 1);
+#ifdef TURNS
       meet(TURN + group, COMPUTERS);
+#endif
       issue_scores(scores, query, shared + KEYS_AT + next * TILE_BYTES);
       barrier_wait(barriers + (VALUES_FULL + stage) * 8, (tile / STAGES) & 1);
       issue_values(output, weights, shared + VALUES_AT + stage * TILE_BYTES);
+#ifdef TURNS
       if (group == 0 || tile + 1 < last) announce(TURN + 1 - group, COMPUTERS);
+#endif
       warpgroup_wait<1>();
       fence_registers(scores);
       barrier_arrive(barriers + (KEYS_FREE + next) * 8);

@@ -17,11 +17,10 @@ __all__ = ["MAX_ROWS", "SkinnyGemm", "skinny_source"]
 MAX_ROWS = 16
 _WARPS = 8
 _CHUNK = 64  # columns
-_VARIANTS = ((8, 2, 5), (16, 2, 3))  # of skinny_gemm.cu: most tokens, row tiles, ring stages
-_ONE_A_MULTIPROCESSOR = 117 * 1024
-"""At least this much shared memory, so that two blocks never share a multiprocessor: a kernel that starts
-while its predecessor still runs would crowd onto those that are free, and leave the others idle later.
-"""
+_VARIANTS = {8: ((2, 5), (2, 4), (2, 3), (1, 3)), 16: ((2, 3), (2, 2), (1, 2))}
+"""Of skinny_gemm.cu, by most tokens: row tiles and ring stages, the best first."""
+
+_STATIC_SHARED = 1024  # room for what the kernel declares itself
 
 
 def skinny_source(
@@ -71,16 +70,21 @@ class SkinnyGemm:
         self._blocks = min(gpu.num_multiprocessors, n)
         self._stream = gpu.stream.handle
         self._variants = []
-        for tokens, row_tiles, stages in _VARIANTS:
-            rows = 16 * row_tiles
-            stage_bytes = (rows + tokens) * _CHUNK * 2 + int(norm) * _CHUNK * 4
+        # More than half of what there is, so that two blocks never share a multiprocessor: a kernel that
+        # starts while its predecessor still runs would crowd onto those that are free, and leave others idle.
+        least = gpu.max_shared_bytes // 2 + _STATIC_SHARED
+        for tokens, shapes in _VARIANTS.items():
+            for row_tiles, stages in shapes:
+                rows = 16 * row_tiles
+                stage_bytes = (rows + tokens) * _CHUNK * 2 + int(norm) * _CHUNK * 4
+                shared_bytes = _WARPS * stages * stage_bytes + 2 * _WARPS * rows * tokens * 4
+                if shared_bytes + _STATIC_SHARED <= gpu.max_shared_bytes:
+                    break
             kernel = gpu.kernel(
                 skinny_source(act, tokens, row_tiles, stages, norm=norm, gated=gated, out=out),
                 "skinny_gemm",
                 signature="pppppppiiiif",
-                shared_bytes=max(
-                    _WARPS * stages * stage_bytes + 2 * _WARPS * rows * tokens * 4, _ONE_A_MULTIPROCESSOR
-                ),
+                shared_bytes=max(shared_bytes, least),
             )
             self._variants.append((tokens, kernel))
 

@@ -148,6 +148,7 @@ class CudaDevice:
         major, minor = (self._attribute(f"COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR"))
         self.capability = (major, minor)
         self.num_multiprocessors = self._attribute("MULTIPROCESSOR_COUNT")
+        self.max_shared_bytes = self._attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
         self.stream = CudaStream()
         self._modules: dict[KernelSource, Any] = {}
         self._workspaces: dict[str, Tensor] = {}
