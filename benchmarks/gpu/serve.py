@@ -5,9 +5,9 @@
 MODEL is a checkpoint, or a config.json for random weights of its shapes (which take longer to make
 than to read: for start-up times write a directory with `scripts/make-model` first). Every row draws
 new prompts, so that no row finds another's prefixes in the cache. Rows are `input/output@concurrency`
-(8 requests a client, 6 for more than 32 clients) or `input/output@RATErps` (15 seconds of them), which is
-what the numbers that ours are compared with were made with. The client is `pegainfer bench serve`. The results, with commit, driver and
-flags, go to `benchmarks/snapshots/`.
+(8 requests a client, 6 for more than 32 clients) or `input/output@RATErps` (15 seconds of them), the
+counts behind the numbers that ours are compared with. The client is `pegainfer bench serve`. The
+results, with commit, driver and flags, go to `benchmarks/snapshots/`.
 """
 
 from __future__ import annotations

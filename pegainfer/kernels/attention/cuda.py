@@ -65,9 +65,9 @@ def _divides_tile(block_size: int) -> bool:
     return 128 % block_size == 0 or block_size % 128 == 0
 
 
-def hopper_prefill_source(facts: AttentionFacts) -> KernelSource:
+def hopper_prefill_source(facts: AttentionFacts, *, split: bool) -> KernelSource:
     """The kernel for several tokens a request on Hopper, for heads of 128."""
-    return KernelSource.of("attention/prefill_sm90.cu", **_shape_defines(facts))
+    return KernelSource.of("attention/prefill_sm90.cu", SPLIT=int(split), **_shape_defines(facts))
 
 
 def _bind_generic(facts: AttentionFacts, gpu: CudaDevice) -> Launcher:
@@ -151,11 +151,14 @@ def _bind_hopper_prefill(facts: AttentionFacts, gpu: CudaDevice) -> Launcher | N
     if gpu.capability != (9, 0) or facts.head_dim != 128 or not _divides_tile(facts.block_size):
         return None
     group = facts.num_heads // facts.num_kv_heads
-    kernel = gpu.kernel(
-        hopper_prefill_source(facts),
-        "paged_attention_prefill_sm90",
-        signature="ppppppppppppif",
-        shared_bytes=_HOPPER_SHARED,
+    whole, split = (
+        gpu.kernel(
+            hopper_prefill_source(facts, split=split),
+            "paged_attention_prefill_sm90",
+            signature="ppppppppppppif",
+            shared_bytes=_HOPPER_SHARED,
+        )
+        for split in (False, True)
     )
     stream, scale_log2 = gpu.stream.handle, facts.scale * math.log2(math.e)
     # Keys are shared among blocks only while there are fewer blocks than multiprocessors.
@@ -178,6 +181,7 @@ def _bind_hopper_prefill(facts: AttentionFacts, gpu: CudaDevice) -> Launcher | N
         num_requests = seq_lens.shape[0]
         tiles = q.shape[0] * group // _PREFILL_ROWS + num_requests
         shares = min(max(num_places // (tiles * facts.num_kv_heads), 1), _MAX_PREFILL_SHARES)
+        kernel = whole if shares == 1 else split
         kernel.launch(
             stream,
             (tiles, facts.num_kv_heads, shares),

@@ -3,14 +3,14 @@
 // A block takes one KV head and 128 rows of one request, a row being a (token, query head of the group) pair. One
 // warpgroup copies: tiles of 128 keys and values pass through three stages each in shared memory. Two warpgroups of 64
 // rows compute, and keep the tensor cores busy during their softmax: the scores of the next tile are issued before the
-// values of this one, so that the exponentials of the next overlap the product of this; and they take turns at issuing
-// products, so that one of them softens while the other multiplies.
+// values of this one, so that the exponentials of the next overlap the product of this.
 //
-// Few rows over many keys would leave most multiprocessors idle: then gridDim.z blocks share the keys of a tile of rows,
-// and the last of them to arrive adds up what all have left in `partial`, in order. There are at most 32.
+// SPLIT 1: few rows over many keys would leave most multiprocessors idle, so gridDim.z blocks share the keys of a tile of
+// rows, and the last of them to arrive adds up what all have left in `partial`, in order. There are at most 32. (Code that
+// is never reached would cost 4%.)
 //
 // A KV block of a layer holds keys [kv_head][BLOCK_SIZE][128], then values alike.
-// Defines: NUM_HEADS, NUM_KV_HEADS, BLOCK_SIZE (16, 32, 64 or a multiple of 128); HEAD_DIM is 128.
+// Defines: NUM_HEADS, NUM_KV_HEADS, BLOCK_SIZE (16, 32, 64 or a multiple of 128), SPLIT; HEAD_DIM is 128.
 #include "cuda/row_tiles.cuh"
 #include "cuda/wgmma.cuh"
 
@@ -25,8 +25,10 @@ constexpr int TILE_BYTES = 2 * HALF_BYTES;
 constexpr int STAGES = 3;
 constexpr int COPIERS = 128, COMPUTERS = 256;  // threads
 constexpr float NEVER = -1e30f;
+#if SPLIT
 constexpr int LEAST_TILES = 2;                 // of a share
 constexpr int PARTIAL = ROWS * (DIM + 2);      // floats of a share: outputs, then maximum and sum of each row
+#endif
 
 // Shared memory: keys [STAGES], values [STAGES], queries [2 warpgroups], barriers.
 constexpr int KEYS_AT = 0, VALUES_AT = STAGES * TILE_BYTES, QUERY_AT = 2 * STAGES * TILE_BYTES;
@@ -34,14 +36,10 @@ constexpr int BARRIERS_AT = QUERY_AT + ROWS * DIM * 2;
 enum Barrier { KEYS_FULL = 0, KEYS_FREE = STAGES, VALUES_FULL = 2 * STAGES, VALUES_FREE = 3 * STAGES };
 
 // Named barriers of the computing threads; 0 is __syncthreads.
-enum Meeting { QUERY_READY = 1, TURN = 3, PARTIAL_READY = 5 };  // the first two once for each warpgroup
+enum Meeting { QUERY_READY = 1, PARTIAL_READY = 3 };  // the first once for each warpgroup
 
 __device__ __forceinline__ void meet(int meeting, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(meeting), "r"(threads) : "memory");
-}
-
-__device__ __forceinline__ void announce(int meeting, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(meeting), "r"(threads) : "memory");
 }
 
 __device__ __forceinline__ void copy_tiles(const uint8_t* kv, int64_t kv_block_stride, const int* table, int kv_head,
@@ -128,7 +126,9 @@ extern "C" __global__ void __launch_bounds__(COPIERS + COMPUTERS, 1)
                                  int* __restrict__ arrivals, int num_requests, float scale_log2) {
   release_successor();
   extern __shared__ __align__(1024) uint8_t memory[];
+#if SPLIT
   __shared__ int is_last;
+#endif
   const uint32_t shared = (shared_address(memory) + 1023) & ~1023u;
   const uint32_t barriers = shared + BARRIERS_AT;
   const int kv_head = blockIdx.y, lane = threadIdx.x % 32;
@@ -138,10 +138,15 @@ extern "C" __global__ void __launch_bounds__(COPIERS + COMPUTERS, 1)
   const int last_row = min((mine.tile + 1) * ROWS, mine.num_rows) - 1;
   const int num_keys = mine.start + last_row / GROUP + 1;
   const int all_tiles = (num_keys + KEYS - 1) / KEYS;
+#if SPLIT
   const int tiles_a_share = max((all_tiles + (int)gridDim.z - 1) / (int)gridDim.z, LEAST_TILES);
   const int num_shares = (all_tiles + tiles_a_share - 1) / tiles_a_share;
   const int share = blockIdx.z, first_tile = share * tiles_a_share;
   if (share >= num_shares) return;
+#else
+  const int tiles_a_share = all_tiles;
+  constexpr int first_tile = 0;
+#endif
   const int num_tiles = min(tiles_a_share, all_tiles - first_tile), first_key = first_tile * KEYS;
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) {
@@ -222,21 +227,12 @@ extern "C" __global__ void __launch_bounds__(COPIERS + COMPUTERS, 1)
     soften(0);
     take_weights();
     const int last = num_tiles - 1;
-#ifdef TURNS
-    if (group == 1 && last > 0) announce(TURN, COMPUTERS);
-#endif
     for (int tile = 0; tile < last; ++tile) {
       const int stage = tile % STAGES, next = (tile + 1) % STAGES;
       barrier_wait(barriers + (KEYS_FULL + next) * 8, ((tile + 1) / STAGES) & 1);
-#ifdef TURNS
-      meet(TURN + group, COMPUTERS);
-#endif
       issue_scores(scores, query, shared + KEYS_AT + next * TILE_BYTES);
       barrier_wait(barriers + (VALUES_FULL + stage) * 8, (tile / STAGES) & 1);
       issue_values(output, weights, shared + VALUES_AT + stage * TILE_BYTES);
-#ifdef TURNS
-      if (group == 0 || tile + 1 < last) announce(TURN + 1 - group, COMPUTERS);
-#endif
       warpgroup_wait<1>();
       fence_registers(scores);
       barrier_arrive(barriers + (KEYS_FREE + next) * 8);
@@ -252,13 +248,16 @@ extern "C" __global__ void __launch_bounds__(COPIERS + COMPUTERS, 1)
     issue_values(output, weights, shared + VALUES_AT + (last % STAGES) * TILE_BYTES);
     warpgroup_wait<0>();
     fence_registers(output);
+#if SPLIT
     const int64_t place = (int64_t)blockIdx.x * gridDim.y + kv_head;
     float* shares = partial + place * gridDim.z * PARTIAL;
+#endif
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 1);
       sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 2);
       const int row = low + 8 * r;
+#if SPLIT
       if (num_shares > 1) {
         const int at = group * 64 + warp * 16 + g + 8 * r;
         float* target = shares + (int64_t)share * PARTIAL + at * DIM;
@@ -273,6 +272,7 @@ extern "C" __global__ void __launch_bounds__(COPIERS + COMPUTERS, 1)
         }
         continue;
       }
+#endif
       if (row >= mine.num_rows) continue;
       const float inverse = sum[r] > 0.f ? 1.f / sum[r] : 0.f;
       act_t* target = out + (mine.first_token + row / GROUP) * out_stride + (kv_head * GROUP + row % GROUP) * DIM;
@@ -282,6 +282,7 @@ extern "C" __global__ void __launch_bounds__(COPIERS + COMPUTERS, 1)
             pack_pair(output[4 * n + 2 * r] * inverse, output[4 * n + 2 * r + 1] * inverse);
       }
     }
+#if SPLIT
     if (num_shares == 1) return;
     __threadfence();
     meet(PARTIAL_READY, COMPUTERS);
@@ -311,5 +312,6 @@ extern "C" __global__ void __launch_bounds__(COPIERS + COMPUTERS, 1)
       *reinterpret_cast<uint2*>(target + lane * 4) =
           make_uint2(pack_pair(value.x * inverse, value.y * inverse), pack_pair(value.z * inverse, value.w * inverse));
     }
+#endif
   }
 }

@@ -17,7 +17,7 @@ __all__ = ["MAX_ROWS", "SkinnyGemm", "skinny_source"]
 MAX_ROWS = 16
 _WARPS = 8
 _CHUNK = 64  # columns
-_VARIANTS = {8: ((2, 5), (2, 4), (2, 3), (1, 3)), 16: ((2, 3), (2, 2), (1, 2))}
+_VARIANTS = {8: ((2, 5), (2, 4), (2, 3), (1, 3)), 16: ((2, 4), (2, 3), (2, 2), (1, 2))}
 """Of skinny_gemm.cu, by most tokens: row tiles and ring stages, the best first."""
 
 _STATIC_SHARED = 1024  # room for what the kernel declares itself
@@ -77,7 +77,8 @@ class SkinnyGemm:
             for row_tiles, stages in shapes:
                 rows = 16 * row_tiles
                 stage_bytes = (rows + tokens) * _CHUNK * 2 + int(norm) * _CHUNK * 4
-                shared_bytes = _WARPS * stages * stage_bytes + 2 * _WARPS * rows * tokens * 4
+                buffers = 1 if tokens > 8 else 2
+                shared_bytes = _WARPS * (stages * stage_bytes + buffers * rows * tokens * 4)
                 if shared_bytes + _STATIC_SHARED <= gpu.max_shared_bytes:
                     break
             kernel = gpu.kernel(

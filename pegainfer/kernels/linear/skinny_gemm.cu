@@ -33,6 +33,7 @@ constexpr int STAGE_BYTES = NORM_AT + NORM * CHUNK * 4;
 constexpr int OUTPUTS = GATED ? ROWS / 2 : ROWS;  // columns of out a tile
 constexpr int COLUMNS = TOKENS / 8;       // n8 tiles of tokens
 constexpr int PARTIAL = ROWS * TOKENS;    // floats a warp contributes to a tile
+constexpr int BUFFERS = TOKENS > 8 ? 1 : 2;  // of partial sums: two save a barrier, one leaves room for another stage
 
 #if defined(ACT_F16)
 using pair_t = __half2;
@@ -69,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
 #if NORM
   __shared__ float squares[WARPS][TOKENS];
 #endif
-  float* partials = reinterpret_cast<float*>(shared + WARPS * STAGES * STAGE_BYTES);  // [2][WARPS][PARTIAL]
+  float* partials = reinterpret_cast<float*>(shared + WARPS * STAGES * STAGE_BYTES);  // [BUFFERS][WARPS][PARTIAL]
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int first_column = (int64_t)blockIdx.x * n / gridDim.x;
   const int last_column = (int64_t)(blockIdx.x + 1) * n / gridDim.x;
@@ -175,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
       }
       commit_copies();
     }
-    float* mine = partials + ((tile & 1) * WARPS + warp) * PARTIAL;
+    float* mine = partials + (tile % BUFFERS * WARPS + warp) * PARTIAL;
 #pragma unroll
     for (int c = 0; c < COLUMNS; ++c) {
 #pragma unroll
@@ -194,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
 #endif
     }
     __syncthreads();
-    const float* all = partials + (tile & 1) * WARPS * PARTIAL;
+    const float* all = partials + tile % BUFFERS * WARPS * PARTIAL;
     for (int i = threadIdx.x; i < num_tokens * OUTPUTS; i += WARPS * 32) {
       const int token = i / OUTPUTS, at = i % OUTPUTS, column = first_column + tile * tile_columns + at;
       if (at >= tile_columns || column >= last_column) continue;
@@ -221,5 +222,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
       out_t* target = out + token * out_stride + column;
       *target = from_float<out_t>(accumulate ? result + to_float(*target) : result);
     }
+    if (BUFFERS == 1) __syncthreads();
   }
 }
