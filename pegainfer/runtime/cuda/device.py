@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pegainfer.errors import KernelError
-from pegainfer.runtime.cuda import module
+from pegainfer.runtime.cuda.cubins import CubinLoader
 from pegainfer.runtime.cuda.driver import check, cuda, initialize
 from pegainfer.runtime.cuda.launch import Kernel
 from pegainfer.runtime.cuda.module import KernelSource
@@ -143,6 +143,7 @@ class CudaDevice:
         self.capability = (major, minor)
         self.num_multiprocessors = self._attribute("MULTIPROCESSOR_COUNT")
         self.stream = CudaStream()
+        self.cubins = CubinLoader(self.arch)
         self._modules: dict[KernelSource, Any] = {}
         self._workspaces: dict[str, Tensor] = {}
 
@@ -224,9 +225,7 @@ class CudaDevice:
         """The function `name` of `source`, compiled (or taken from the cache) and loaded; see `Kernel`."""
         loaded = self._modules.get(source)
         if loaded is None:
-            loaded = self._modules[source] = check(
-                cuda.cuModuleLoadData(module.load_cubin(source, self.arch))
-            )
+            loaded = self._modules[source] = check(cuda.cuModuleLoadData(self.cubins.load(source)))
         return Kernel(
             loaded,
             name,

@@ -21,7 +21,7 @@ from typing import Any
 from pegainfer import envs
 from pegainfer.errors import KernelError
 
-__all__ = ["KernelSource", "compile_cubin", "cubin_path", "load_cubin"]
+__all__ = ["KernelSource", "cached_cubin", "compile_cubin", "cubin_path", "load_cubin"]
 
 _DIGEST_BYTES = 32
 _VERSION_WITHIN = 1 << 16  # characters from the start of the toolkit's main header
@@ -74,18 +74,22 @@ def cubin_path(source: KernelSource, arch: str) -> Path:
     return envs.cache_dir() / "kernels" / arch / f"{stem}-{digest.hexdigest()[:24]}.cubin"
 
 
-def load_cubin(source: KernelSource, arch: str) -> bytes:
-    """The cubin from the cache, compiled first when it is absent or damaged."""
-    path = cubin_path(source, arch)
+def cached_cubin(source: KernelSource, arch: str) -> bytes | None:
+    """The cubin from the cache; None when it is absent or damaged."""
     try:
-        content = path.read_bytes()
+        content = cubin_path(source, arch).read_bytes()
     except OSError:
-        content = b""
+        return None
     digest, cubin = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
-    if cubin and hashlib.sha256(cubin).digest() == digest:
-        return cubin
-    cubin = compile_cubin(source, arch)
-    _write_atomically(path, hashlib.sha256(cubin).digest() + cubin)
+    return cubin if cubin and hashlib.sha256(cubin).digest() == digest else None
+
+
+def load_cubin(source: KernelSource, arch: str) -> bytes:
+    """The cubin from the cache, compiled first where it is not there."""
+    cubin = cached_cubin(source, arch)
+    if cubin is None:
+        cubin = compile_cubin(source, arch)
+        _write_atomically(cubin_path(source, arch), hashlib.sha256(cubin).digest() + cubin)
     return cubin
 
 
