@@ -12,7 +12,7 @@ from ctypes import byref, c_float, c_int32, c_size_t, c_uint64, c_void_p
 from typing import Any
 
 from pegainfer.errors import ConfigError, KernelError
-from pegainfer.runtime.cuda.driver import check, cuda
+from pegainfer.runtime.cuda.driver import allocate, check, cuda
 from pegainfer.runtime.dtypes import DType
 
 __all__ = ["CublasLt", "MatmulPlan"]
@@ -133,7 +133,7 @@ class CublasLt:
         self.handle = c_void_p()
         self.call("cublasLtCreate", byref(self.handle))
         self._plans: dict[tuple[Any, ...], MatmulPlan] = {}
-        self._workspace = c_void_p(int(check(cuda.cuMemAlloc(WORKSPACE_BYTES))))
+        self._workspace = c_void_p(allocate(WORKSPACE_BYTES))
 
     def call(self, name: str, *arguments: Any) -> None:
         """Call a library function; raises `KernelError` with its status."""
