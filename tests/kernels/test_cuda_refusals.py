@@ -4,6 +4,7 @@ told stands in for the real one: needs the CUDA packages, no GPU.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +90,7 @@ def test_auto_takes_the_cpu_instead_and_says_why(
             return True
 
     machine.capability = (6, 1)
+    monkeypatch.setattr(logging.getLogger("pegainfer"), "propagate", True)  # a command may have set it
     monkeypatch.setattr(build, "Path", Exists)
     device = make_device(engine_config(device="auto", num_threads=1))
     assert device.kind is DeviceKind.cpu

@@ -21,6 +21,7 @@ from pegainfer.runtime.cuda.module import KernelSource, cubin_path, load_cubin
 from pegainfer.weights.loader import open_checkpoint
 from pegainfer.worker.build import bind_ops
 from pegainfer.worker.kernels_ahead import kernels_ahead
+from tests.models.worker_driver import golden_worker
 
 ARCH = "sm_90a"
 SOURCES = [KernelSource.of("linear/add_bias.cu", **{f"ACT_{name}": 1}) for name in ("BF16", "F16", "F32")]
@@ -54,6 +55,7 @@ def binding(sources: list[KernelSource]) -> Callable[[Any], None]:
 def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[KernelSource, str]]:
     """What is compiled from now on into an empty cache, and by which thread."""
     monkeypatch.setenv("PEGAINFER_CACHE", str(tmp_path))
+    monkeypatch.setattr(logging.getLogger("pegainfer"), "propagate", True)  # a command may have set it
     notes: list[tuple[KernelSource, str]] = []
     compile_cubin = module.compile_cubin
 
@@ -152,6 +154,18 @@ def test_after_a_failure_nothing_new_is_begun(
     release.set()
     waiting.join(60)
     assert len(compiled) == 1
+
+
+@pytest.mark.gpu
+def test_a_worker_on_a_gpu_starts_from_a_cold_cache(
+    tmp_path: Path, compiled: list[tuple[KernelSource, str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "pegainfer"):
+        worker = golden_worker("qwen3_dense", device="cuda")
+    worker.close()
+    assert all(thread.startswith("compile") for _, thread in compiled)
+    assert len(list(tmp_path.rglob("*.cubin"))) == len(compiled)
+    assert f"compiling {len(compiled)} kernels for sm_" in caplog.text
 
 
 def test_the_cpu_device_never_loads_the_cuda_runtime() -> None:
