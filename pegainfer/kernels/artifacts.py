@@ -6,10 +6,9 @@ remembers the kernels that providers ask for.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,8 @@ import numpy as np
 from pegainfer.errors import ConfigError
 from pegainfer.runtime.cuda.algorithms import Product
 from pegainfer.runtime.cuda.arguments import Arguments
-from pegainfer.runtime.cuda.module import KernelSource, load_cubin
+from pegainfer.runtime.cuda.cubins import Compilers
+from pegainfer.runtime.cuda.module import KernelSource
 from pegainfer.runtime.device import Device, DeviceKind, Download, MemoryInfo
 from pegainfer.runtime.dtypes import DType
 from pegainfer.runtime.tensor import Tensor
@@ -48,20 +48,17 @@ def prefetch(
     jobs: int | None = None,
     on_done: Callable[[KernelSource], object] = lambda source: None,
 ) -> None:
-    """Have the cubins of `sources` in the cache, `jobs` compilers at once (the compiler runs without the
-    interpreter lock). `on_done` is told of each. Raises `KernelError` for the first that does not compile.
+    """Have the cubins of `sources` in the cache, `jobs` compilers at once. `on_done` is told of each. Raises
+    `KernelError` for the first that does not compile.
     """
-    # The longest sources first: they are what the others would wait for.
-    order = sorted(dict.fromkeys(sources), key=lambda source: -len(source.read()))
-    with ThreadPoolExecutor(jobs or len(os.sched_getaffinity(0))) as workers:
-        futures = {workers.submit(load_cubin, source, arch): source for source in order}
-        try:
-            for future in as_completed(futures):
-                future.result()
-                on_done(futures[future])
-        except BaseException:
-            workers.shutdown(wait=False, cancel_futures=True)
-            raise
+    compilers = Compilers(arch, jobs=jobs)
+    try:
+        futures = {future: source for source, future in compilers.start(sources).items()}
+        for future in as_completed(futures):
+            future.result()
+            on_done(futures[future])
+    finally:
+        compilers.close()
 
 
 class PlannedGpu:

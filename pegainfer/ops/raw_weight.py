@@ -53,6 +53,13 @@ class RawWeight:
             rows *= size
         return rows
 
+    def require(self, format: WeightFormat, shape: tuple[int, ...]) -> None:
+        """Raise `WeightsError` unless this is a weight of that format and shape."""
+        if self.format is not format or self.shape != shape:
+            raise WeightsError(
+                f"expected a {format} weight of shape {list(shape)}, got {self.format} {list(self.shape)}"
+            )
+
     def dequantize(self) -> np.ndarray[Any, np.dtype[np.float32]]:
         """The values as a new float32 array of `shape`."""
         if self.format in _PLAIN:

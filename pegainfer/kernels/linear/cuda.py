@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pegainfer.errors import WeightsError
 from pegainfer.kernels.cuda_source import cuda_device, type_define
 from pegainfer.kernels.linear.skinny import MAX_ROWS, SkinnyGemm
 from pegainfer.ops.linear import LinearFacts, linear
@@ -78,11 +77,7 @@ class CudaLinear:
     def pack(self, raw: RawWeight) -> Tensor:
         """The weight in device memory; raises `WeightsError` when it is not the one that the facts name."""
         facts = self._facts
-        if raw.format is not facts.format or raw.shape != (facts.out_features, facts.in_features):
-            raise WeightsError(
-                f"expected a {facts.format} weight of shape [{facts.out_features}, {facts.in_features}], "
-                f"got {raw.format} {list(raw.shape)}"
-            )
+        raw.require(facts.format, (facts.out_features, facts.in_features))
         return device_rows(self._gpu, raw, facts.act)
 
     def __call__(self, *, x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from pegainfer.errors import ConfigError, KernelError
 from pegainfer.runtime.cuda.algorithms import AlgorithmTable, Product
 from pegainfer.runtime.cuda.cold_timer import ColdTimer
-from pegainfer.runtime.cuda.driver import check, cuda
+from pegainfer.runtime.cuda.driver import allocate, check, cuda
 from pegainfer.runtime.dtypes import DType
 
 __all__ = ["CublasLt", "MatmulPlan"]
@@ -152,7 +152,7 @@ class CublasLt:
         self.call("cublasLtCreate", byref(self.handle))
         self.algorithms = AlgorithmTable(gpu, self._library.cublasLtGetVersion())
         self._plans: dict[tuple[Product, int, int, int], MatmulPlan] = {}
-        self._workspace = c_void_p(int(check(cuda.cuMemAlloc(WORKSPACE_BYTES))))
+        self._workspace = c_void_p(allocate(WORKSPACE_BYTES))
 
     def try_call(self, name: str, *arguments: Any) -> int:
         """Call a library function: its status, 0 for success."""

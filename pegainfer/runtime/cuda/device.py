@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pegainfer.errors import KernelError
-from pegainfer.runtime.cuda import module
+from pegainfer.runtime.cuda.cubins import CubinLoader
 from pegainfer.runtime.cuda.download import CudaDownload, LandingPool
-from pegainfer.runtime.cuda.driver import check, cuda, initialize
+from pegainfer.runtime.cuda.driver import allocate, allocate_pinned, attribute, check, cuda, initialize
 from pegainfer.runtime.cuda.launch import Kernel
 from pegainfer.runtime.cuda.module import KernelSource
 from pegainfer.runtime.device import DeviceKind, MemoryInfo
@@ -37,7 +37,7 @@ class DeviceStorage:
 
     def __init__(self, nbytes: int) -> None:
         self.ptr = 0  # stays 0 when the allocation fails, so that __del__ has nothing to free
-        self.ptr = int(check(cuda.cuMemAlloc(max(nbytes, 1))))
+        self.ptr = allocate(nbytes)
         self.nbytes = nbytes
 
     def host_array(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -56,7 +56,7 @@ class PinnedStorage:
 
     def __init__(self, nbytes: int) -> None:
         self.ptr = 0
-        self.ptr = int(check(cuda.cuMemHostAlloc(max(nbytes, 1), 0)))
+        self.ptr = allocate_pinned(nbytes)
         self.nbytes = nbytes
         buffer = (ctypes.c_uint8 * max(nbytes, 1)).from_address(self.ptr)
         self._array: np.ndarray[Any, np.dtype[np.uint8]] = np.ctypeslib.as_array(buffer)
@@ -145,11 +145,12 @@ class CudaDevice:
         self._context = check(cuda.cuDevicePrimaryCtxRetain(self._device))
         self.bind_thread()
         self.ordinal = ordinal
-        major, minor = (self._attribute(f"COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR"))
+        major, minor = (attribute(self._device, f"COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR"))
         self.capability = (major, minor)
-        self.num_multiprocessors = self._attribute("MULTIPROCESSOR_COUNT")
-        self.max_shared_bytes = self._attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
+        self.num_multiprocessors = attribute(self._device, "MULTIPROCESSOR_COUNT")
+        self.max_shared_bytes = attribute(self._device, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
         self.stream = CudaStream()
+        self.cubins = CubinLoader(self.arch)
         self._modules: dict[KernelSource, Any] = {}
         self._workspaces: dict[str, Tensor] = {}
         self._landings = LandingPool(self)
@@ -238,9 +239,7 @@ class CudaDevice:
         """The function `name` of `source`, compiled (or taken from the cache) and loaded; see `Kernel`."""
         loaded = self._modules.get(source)
         if loaded is None:
-            loaded = self._modules[source] = check(
-                cuda.cuModuleLoadData(module.load_cubin(source, self.arch))
-            )
+            loaded = self._modules[source] = check(cuda.cuModuleLoadData(self.cubins.load(source)))
         return Kernel(
             loaded,
             name,
@@ -279,10 +278,6 @@ class CudaDevice:
         for loaded in self._modules.values():
             cuda.cuModuleUnload(loaded)
         self._modules.clear()
-
-    def _attribute(self, name: str) -> int:
-        attribute = getattr(cuda.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
-        return int(check(cuda.cuDeviceGetAttribute(attribute, self._device)))
 
 
 def make_cuda_device(ordinal: int = 0) -> CudaDevice:

@@ -20,7 +20,7 @@ from pegainfer import envs
 from pegainfer.errors import KernelError
 from pegainfer.runtime.cuda.disk_cache import read_checked, write_checked
 
-__all__ = ["KernelSource", "compile_cubin", "cubin_path", "load_cubin"]
+__all__ = ["KernelSource", "cached_cubin", "compile_cubin", "cubin_path", "load_cubin"]
 
 _VERSION_WITHIN = 1 << 16  # characters from the start of the toolkit's main header
 _KERNELS = Path(__file__).parents[2] / "kernels"
@@ -72,13 +72,17 @@ def cubin_path(source: KernelSource, arch: str) -> Path:
     return envs.cache_dir() / "kernels" / arch / f"{stem}-{digest.hexdigest()[:24]}.cubin"
 
 
+def cached_cubin(source: KernelSource, arch: str) -> bytes | None:
+    """The cubin from the cache; None when it is absent or damaged."""
+    return read_checked(cubin_path(source, arch))
+
+
 def load_cubin(source: KernelSource, arch: str) -> bytes:
-    """The cubin from the cache, compiled first when it is absent or damaged."""
-    path = cubin_path(source, arch)
-    cubin = read_checked(path)
+    """The cubin from the cache, compiled first where it is not there."""
+    cubin = cached_cubin(source, arch)
     if cubin is None:
         cubin = compile_cubin(source, arch)
-        write_checked(path, cubin)
+        write_checked(cubin_path(source, arch), cubin)
     return cubin
 
 
