@@ -118,6 +118,10 @@ class PlannedGpu:
         """Refused: there is nothing."""
         raise TypeError("a planned GPU holds no values")
 
+    def tensor_map(self, tensor: Tensor, dtype: DType, **layout: Sequence[int]) -> int:
+        """Nothing that could be read."""
+        return _ADDRESS
+
     def workspace(self, name: str, nbytes: int) -> Tensor:
         """A description."""
         return self.empty((nbytes,), DType.uint8)

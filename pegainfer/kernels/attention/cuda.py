@@ -25,6 +25,8 @@ _HOPPER_THREADS = 384
 _HOPPER_SHARED = (
     1024 + 7 * 128 * 128 * 2 + 128
 )  # alignment, three stages of keys and values, queries, barriers
+_PREFILL_KEYS = 128  # a tile of prefill_sm90.cu
+_BOX_COLUMNS = 64  # 128 bytes: the swizzle's rows
 _GENERIC_WARPS = 4
 _MAX_GROUP = 16
 _MAX_SHARES = 64  # as in decode.cu
@@ -150,12 +152,12 @@ def _bind_prefill(facts: AttentionFacts, gpu: CudaDevice) -> Launcher:
 def _bind_hopper_prefill(facts: AttentionFacts, gpu: CudaDevice) -> Launcher | None:
     if gpu.capability != (9, 0) or facts.head_dim != 128 or not _divides_tile(facts.block_size):
         return None
-    group = facts.num_heads // facts.num_kv_heads
+    group, width, row_bytes = facts.num_heads // facts.num_kv_heads, facts.head_dim, facts.head_dim * 2
     whole, split = (
         gpu.kernel(
             hopper_prefill_source(facts, split=split),
             "paged_attention_prefill_sm90",
-            signature="ppppppppppppif",
+            signature="mppppppppppppif",
             shared_bytes=_HOPPER_SHARED,
         )
         for split in (False, True)
@@ -182,10 +184,18 @@ def _bind_hopper_prefill(facts: AttentionFacts, gpu: CudaDevice) -> Launcher | N
         tiles = q.shape[0] * group // _PREFILL_ROWS + num_requests
         shares = min(max(num_places // (tiles * facts.num_kv_heads), 1), _MAX_PREFILL_SHARES)
         kernel = whole if shares == 1 else split
+        boxes = gpu.tensor_map(
+            kv,
+            facts.kv_dtype,
+            sizes=(width, facts.block_size, 2 * facts.num_kv_heads, -(-kv.nbytes // kv_block_stride)),
+            strides=(row_bytes, facts.block_size * row_bytes, kv_block_stride),
+            box=(_BOX_COLUMNS, min(facts.block_size, _PREFILL_KEYS), 1, 1),
+        )
         kernel.launch(
             stream,
             (tiles, facts.num_kv_heads, shares),
             _HOPPER_THREADS,
+            boxes,
             q.data_ptr,
             q.strides[0],
             kv.data_ptr,

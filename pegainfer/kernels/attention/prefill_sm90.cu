@@ -1,7 +1,8 @@
 // Paged causal attention of any number of query tokens a request (varlen), for Hopper: warpgroup products.
 //
 // A block takes one KV head and 128 rows of one request, a row being a (token, query head of the group) pair. One
-// warpgroup copies: tiles of 128 keys and values pass through three stages each in shared memory. Two warpgroups of 64
+// warpgroup copies: tiles of 128 keys and values pass through three stages each in shared memory, box by box (a box is
+// half of the columns of a block), but for the last tile of a request, which is filled up with zeros. Two warpgroups of 64
 // rows compute, and keep the tensor cores busy during their softmax: the scores of the next tile are issued before the
 // values of this one, so that the exponentials of the next overlap the product of this.
 //
@@ -42,43 +43,48 @@ __device__ __forceinline__ void meet(int meeting, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(meeting), "r"(threads) : "memory");
 }
 
-__device__ __forceinline__ void copy_tiles(const uint8_t* kv, int64_t kv_block_stride, const int* table, int kv_head,
-                                           int first_key, int num_keys, int num_tiles, uint32_t shared,
-                                           uint32_t barriers) {
-  constexpr int IN_FLIGHT = 2;
+// Keys `first_key` to `seq_len`, as many tiles of them as are asked for.
+__device__ __forceinline__ void copy_tiles(const TensorMap& boxes, const uint8_t* kv, int64_t kv_block_stride,
+                                           const int* table, int kv_head, int first_key, int seq_len, int num_tiles,
+                                           uint32_t shared, uint32_t barriers) {
   constexpr int BLOCKS_A_TILE = BLOCK_SIZE < KEYS ? KEYS / BLOCK_SIZE : 1;
+  constexpr int BOX_ROWS = KEYS / BLOCKS_A_TILE;
   const int lane = threadIdx.x % 32, unit = threadIdx.x % 16, first_row = threadIdx.x / 16;
-  int oldest = -1, older = -1;  // barriers of the copies that are under way; never so many that they hold back a stage
-  auto publish = [&](int barrier) {
-    fence_for_tensor_cores();
-    barrier_arrive(barriers + barrier * 8);
-  };
+  auto is_whole = [&](int tile) { return first_key + (tile + 1) * KEYS <= seq_len; };
   // A lane holds the table entry of one block of a tile, read a tile ahead: nothing waits for it.
   auto entry_of = [&](int tile) {
     const int key = first_key + tile * KEYS + lane % BLOCKS_A_TILE * BLOCK_SIZE;
-    return key < num_keys ? table[key / BLOCK_SIZE] : 0;
+    return key < seq_len ? table[key / BLOCK_SIZE] : 0;
   };
   auto load_tile = [&](int tile, int entry, bool is_value) {
     const int stage = tile % STAGES, round = tile / STAGES;
+    const int head = (is_value ? NUM_KV_HEADS : 0) + kv_head;
+    const uint32_t full = barriers + ((is_value ? VALUES_FULL : KEYS_FULL) + stage) * 8;
+    const uint32_t target = shared + (is_value ? VALUES_AT : KEYS_AT) + stage * TILE_BYTES;
     if (round > 0) barrier_wait(barriers + ((is_value ? VALUES_FREE : KEYS_FREE) + stage) * 8, (round - 1) & 1);
-    const uint32_t target =
-        shared + (is_value ? VALUES_AT : KEYS_AT) + stage * TILE_BYTES + (unit / 8) * HALF_BYTES;
-    const act_t* head = reinterpret_cast<const act_t*>(kv) +
-                        (int64_t)((is_value ? NUM_KV_HEADS : 0) + kv_head) * BLOCK_SIZE * DIM + unit * 8;
-#pragma unroll 8
+    if (is_whole(tile)) {
+      if (threadIdx.x == 0) {
+        barrier_arrive_expecting(full, TILE_BYTES);
+      } else {
+        barrier_arrive(full);
+      }
+      if (threadIdx.x < 2 * BLOCKS_A_TILE) {  // entries repeat along the lanes
+        const int block = lane % BLOCKS_A_TILE, half = lane / BLOCKS_A_TILE;
+        const int row = BLOCK_SIZE > KEYS ? (first_key + tile * KEYS) % BLOCK_SIZE : 0;
+        copy_box(target + half * HALF_BYTES + block * BOX_ROWS * 128, boxes, half * 64, row, head, entry, full);
+      }
+      return;
+    }
+    const act_t* source = reinterpret_cast<const act_t*>(kv) + (int64_t)head * BLOCK_SIZE * DIM + unit * 8;
+#pragma unroll 4
     for (int i = 0; i < KEYS; i += COPIERS / 16) {
       const int row = i + first_row, key = first_key + tile * KEYS + row;
       const int64_t block = __shfl_sync(0xffffffffu, entry, row / BLOCK_SIZE);
-      const act_t* source = head + block * (kv_block_stride / (int64_t)sizeof(act_t)) + key % BLOCK_SIZE * DIM;
-      copy_async(target + swizzled_offset(row, unit % 8), source, key < num_keys);  // zeros beyond: NaN times 0 is NaN
+      copy_async(target + (unit / 8) * HALF_BYTES + swizzled_offset(row, unit % 8),
+                 source + block * (kv_block_stride / (int64_t)sizeof(act_t)) + key % BLOCK_SIZE * DIM,
+                 key < seq_len);  // zeros beyond: NaN times 0 is NaN
     }
     commit_copies();
-    if (oldest >= 0) {
-      wait_for_copies<IN_FLIGHT>();
-      publish(oldest);
-    }
-    oldest = older;
-    older = (is_value ? VALUES_FULL : KEYS_FULL) + stage;
   };
   int current = entry_of(0), next = num_tiles > 1 ? entry_of(1) : 0;
   load_tile(0, current, false);
@@ -89,9 +95,14 @@ __device__ __forceinline__ void copy_tiles(const uint8_t* kv, int64_t kv_block_s
     current = next;
     next = after;
   }
+  if (is_whole(num_tiles - 1)) return;
+  const int stage = (num_tiles - 1) % STAGES;
+  wait_for_copies<1>();
+  fence_for_tensor_cores();
+  barrier_arrive(barriers + (KEYS_FULL + stage) * 8);
   wait_for_copies<0>();
-  if (oldest >= 0) publish(oldest);
-  publish(older);
+  fence_for_tensor_cores();
+  barrier_arrive(barriers + (VALUES_FULL + stage) * 8);
 }
 
 // Scores of 64 rows against one tile of keys; issued, not waited for.
@@ -119,7 +130,8 @@ __device__ __forceinline__ void issue_values(float (&output)[64], const uint32_t
 }
 
 extern "C" __global__ void __launch_bounds__(COPIERS + COMPUTERS, 1)
-    paged_attention_prefill_sm90(const act_t* __restrict__ q, int64_t q_stride, const uint8_t* __restrict__ kv,
+    paged_attention_prefill_sm90(const __grid_constant__ TensorMap boxes, const act_t* __restrict__ q, int64_t q_stride,
+                                 const uint8_t* __restrict__ kv,
                                  int64_t kv_block_stride, const int* __restrict__ block_tables, int64_t table_stride,
                                  const int* __restrict__ query_start_loc, const int* __restrict__ seq_lens,
                                  act_t* __restrict__ out, int64_t out_stride, float* __restrict__ partial,
@@ -161,8 +173,8 @@ extern "C" __global__ void __launch_bounds__(COPIERS + COMPUTERS, 1)
 
   if (threadIdx.x < COPIERS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
-    copy_tiles(kv, kv_block_stride, block_tables + mine.request * table_stride, kv_head, first_key, num_keys, num_tiles,
-               shared, barriers);
+    copy_tiles(boxes, kv, kv_block_stride, block_tables + mine.request * table_stride, kv_head, first_key,
+               seq_lens[mine.request], num_tiles, shared, barriers);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
     const int group = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, warp = thread / 32, g = lane / 4, t = lane % 4;
@@ -194,25 +206,31 @@ extern "C" __global__ void __launch_bounds__(COPIERS + COMPUTERS, 1)
           if (base + (i / 4) * 8 + t * 2 + i % 2 >= limit[(i / 2) % 2]) scores[i] = -INFINITY;
         }
       }
+      // Four chains side by side: with two warps a scheduler, latency is what this costs.
+      float top[2][2] = {{scores[0], scores[1]}, {scores[2], scores[3]}}, part[2][2] = {};
+#pragma unroll
+      for (int i = 4; i < 64; ++i) top[(i / 2) % 2][i % 2] = fmaxf(top[(i / 2) % 2][i % 2], scores[i]);
+      float peak[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        float top = -INFINITY;
-#pragma unroll
-        for (int i = 2 * r; i < 64; i += 4) top = fmaxf(top, fmaxf(scores[i], scores[i + 1]));
-        top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
-        top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
-        top = fmaxf(top * scale_log2, maximum[r]);
-        rescale[r] = power_of_two(maximum[r] - top);
-        maximum[r] = top;
-        float part = 0.f;
-#pragma unroll
-        for (int i = 2 * r; i < 64; i += 4) {
-          scores[i] = power_of_two(scores[i] * scale_log2 - top);
-          scores[i + 1] = power_of_two(scores[i + 1] * scale_log2 - top);
-          part += scores[i] + scores[i + 1];
-        }
-        sum[r] = sum[r] * rescale[r] + part;
+        peak[r] = fmaxf(top[r][0], top[r][1]);
+        peak[r] = fmaxf(peak[r], __shfl_xor_sync(0xffffffffu, peak[r], 1));
+        peak[r] = fmaxf(peak[r], __shfl_xor_sync(0xffffffffu, peak[r], 2));
+        peak[r] = fmaxf(peak[r] * scale_log2, maximum[r]);
+        rescale[r] = power_of_two(maximum[r] - peak[r]);
+        maximum[r] = peak[r];
       }
+#pragma unroll
+      for (int i = 0; i < 64; ++i) {
+        scores[i] = power_of_two(scores[i] * scale_log2 - peak[(i / 2) % 2]);
+        part[(i / 2) % 2][i % 2] += scores[i];
+      }
+#pragma unroll
+      for (int r = 0; r < 2; ++r) sum[r] = sum[r] * rescale[r] + (part[r][0] + part[r][1]);
+    };
+    auto rescale_output = [&] {
+#pragma unroll
+      for (int i = 0; i < 64; ++i) output[i] *= rescale[(i / 2) % 2];
     };
     auto take_weights = [&] {
 #pragma unroll
@@ -231,6 +249,7 @@ extern "C" __global__ void __launch_bounds__(COPIERS + COMPUTERS, 1)
       const int stage = tile % STAGES, next = (tile + 1) % STAGES;
       barrier_wait(barriers + (KEYS_FULL + next) * 8, ((tile + 1) / STAGES) & 1);
       issue_scores(scores, query, shared + KEYS_AT + next * TILE_BYTES);
+      rescale_output();  // while the tensor cores are busy
       barrier_wait(barriers + (VALUES_FULL + stage) * 8, (tile / STAGES) & 1);
       issue_values(output, weights, shared + VALUES_AT + stage * TILE_BYTES);
       warpgroup_wait<1>();
@@ -240,10 +259,9 @@ extern "C" __global__ void __launch_bounds__(COPIERS + COMPUTERS, 1)
       warpgroup_wait<0>();
       fence_registers(output);
       barrier_arrive(barriers + (VALUES_FREE + stage) * 8);
-#pragma unroll
-      for (int i = 0; i < 64; ++i) output[i] *= rescale[(i / 2) % 2];
       take_weights();
     }
+    rescale_output();
     barrier_wait(barriers + (VALUES_FULL + last % STAGES) * 8, (last / STAGES) & 1);
     issue_values(output, weights, shared + VALUES_AT + (last % STAGES) * TILE_BYTES);
     warpgroup_wait<0>();

@@ -16,6 +16,7 @@ from pegainfer.runtime.cuda.download import CudaDownload, LandingPool
 from pegainfer.runtime.cuda.driver import allocate, allocate_pinned, attribute, check, cuda, initialize
 from pegainfer.runtime.cuda.launch import Kernel
 from pegainfer.runtime.cuda.module import KernelSource
+from pegainfer.runtime.cuda.tensor_map import make_tensor_map
 from pegainfer.runtime.device import DeviceKind, MemoryInfo
 from pegainfer.runtime.dtypes import DType
 from pegainfer.runtime.tensor import Tensor
@@ -153,6 +154,7 @@ class CudaDevice:
         self.cubins = CubinLoader(self.arch)
         self._modules: dict[KernelSource, Any] = {}
         self._workspaces: dict[str, Tensor] = {}
+        self._tensor_maps: dict[tuple[Any, ...], Any] = {}
         self._landings = LandingPool(self)
         self.products: set[Product] = set()
         """Products that cuBLASLt will be asked for, whose algorithms are worth measuring."""
@@ -247,6 +249,16 @@ class CudaDevice:
             shared_bytes=shared_bytes,
             dependent=dependent and self.capability >= (9, 0),
         )
+
+    def tensor_map(self, tensor: Tensor, dtype: DType, **layout: Sequence[int]) -> int:
+        """The address of a tensor map over a tensor's memory (see `make_tensor_map`), made once for the same
+        sizes and kept.
+        """
+        key = (tensor.data_ptr, dtype, *map(tuple, layout.values()))
+        found = self._tensor_maps.get(key)
+        if found is None:
+            found = self._tensor_maps[key] = make_tensor_map(tensor.data_ptr, dtype, **layout)
+        return int(found.getPtr())
 
     def workspace(self, name: str, nbytes: int) -> Tensor:
         """Zeroed memory that the ops which name it share: they run one after the other on the stream.
