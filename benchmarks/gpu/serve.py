@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import statistics
 import subprocess
@@ -25,9 +24,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from pegainfer.version import __version__
+from machine import describe_machine, snapshot_path
 
-ROOT = Path(__file__).resolve().parents[2]
 ROWS = ("1/256@1", "1024/128@1", "1024/128@16", "1024/128@64", "1024/128@16rps")
 TTFT_LENGTHS = (1024, 4096, 16384)
 PORT = 8177
@@ -75,8 +73,8 @@ def main() -> int:
         server.terminate()
         server.wait(60)
         print(log.read_text()[-3000:], flush=True)
-    result |= {"version": __version__, "config": options.config.stem, "flags": flags, **machine()}
-    target = options.out or ROOT / "benchmarks" / "snapshots" / "gpu" / f"{options.config.stem}.json"
+    result |= {"config": options.config.stem, "flags": flags, **describe_machine()}
+    target = options.out or snapshot_path(options.config.stem)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(result, indent=1) + "\n")
     print(f"wrote {target}")
@@ -178,22 +176,6 @@ def memory_mb(pid: int) -> int:
         for children in Path(f"/proc/{current}/task").glob("*/children"):
             pids += map(int, children.read_text().split())
     return total // 1000
-
-
-def machine() -> dict[str, str]:
-    """Commit, GPU and driver."""
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    try:
-        gpu = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        gpu = "none"
-    commit = (
-        os.environ.get("COMMIT")
-        or subprocess.run(
-            ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout.strip()
-    )
-    return {"gpu": gpu, "commit": commit, "date": time.strftime("%Y-%m-%d")}
 
 
 if __name__ == "__main__":
