@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from machine import describe_machine, snapshot_path
+from server import PORT, running_server
 
 ROWS = ("1/256@1", "1024/128@1", "1024/128@16", "1024/128@64", "1024/128@16rps")
 TTFT_LENGTHS = (1024, 4096, 16384)
-PORT = 8177
 URL = f"http://127.0.0.1:{PORT}"
 
 
@@ -47,19 +47,13 @@ def main() -> int:
     flags = [
         *(("--load-format", "dummy") if options.config.is_file() else ()),
         *("--skip-tokenizer-init", "--device", options.device),
-        *("--max-model-len", "20480", "--port", str(PORT), "--disable-uvicorn-access-log"),
+        *("--max-model-len", "20480", "--disable-uvicorn-access-log"),
         *(f"--{flag}" for flag in options.flag),
     ]
-    command = [sys.executable, "-m", "pegainfer", "serve", str(options.config), *flags]
-    log = Path(tempfile.mkdtemp()) / "server.log"
-    start = time.perf_counter()
-    with log.open("w") as output:
-        server = subprocess.Popen(command, stdout=output, stderr=output)
     result: dict[str, Any] = {"rows": {}, "ttft": {}}
-    try:
-        wait_until_ready(server, log)
-        result["start_s"] = round(time.perf_counter() - start, 2)
-        result["rss_idle_mb"] = memory_mb(server.pid)
+    with running_server(options.config, flags) as server:
+        result["start_s"] = round(server.start_s, 2)
+        result["rss_idle_mb"] = server.memory_mb()
         print(f"ready after {result['start_s']} s, RSS {result['rss_idle_mb']} MB", flush=True)
         complete([1, 2, 3], 8)
         for row in options.rows:
@@ -67,30 +61,15 @@ def main() -> int:
         for length in options.ttft:
             result["ttft"][str(length)] = ttft(length)
             print(f"TTFT {length}: {result['ttft'][str(length)]}", flush=True)
-        result["rss_loaded_mb"] = memory_mb(server.pid)
+        result["rss_loaded_mb"] = server.memory_mb()
         print(f"RSS loaded {result['rss_loaded_mb']} MB", flush=True)
-    finally:
-        server.terminate()
-        server.wait(60)
-        print(log.read_text()[-3000:], flush=True)
+    print(server.log.read_text()[-3000:], flush=True)
     result |= {"config": options.config.stem, "flags": flags, **describe_machine()}
     target = options.out or snapshot_path(options.config.stem)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(result, indent=1) + "\n")
     print(f"wrote {target}")
     return 0
-
-
-def wait_until_ready(server: subprocess.Popen[bytes], log: Path) -> None:
-    """Return when /health is 200; raises when the server has ended."""
-    while server.poll() is None:
-        try:
-            with urllib.request.urlopen(f"{URL}/health", timeout=2) as response:
-                if response.status == 200:
-                    return
-        except OSError:
-            time.sleep(0.02)
-    raise SystemExit(f"the server ended:\n{log.read_text()[-4000:]}")
 
 
 def run_row(row: str) -> dict[str, float]:
@@ -164,18 +143,6 @@ def complete(ids: list[int], count: int) -> None:
         f"{URL}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     urllib.request.urlopen(request).read()
-
-
-def memory_mb(pid: int) -> int:
-    """Resident memory of a process and its children."""
-    total, pids = 0, [pid]
-    while pids:
-        current = pids.pop()
-        status = Path(f"/proc/{current}/status").read_text()
-        total += next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
-        for children in Path(f"/proc/{current}/task").glob("*/children"):
-            pids += map(int, children.read_text().split())
-    return total // 1000
 
 
 if __name__ == "__main__":
