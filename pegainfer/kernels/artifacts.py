@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import as_completed
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,13 @@ class PlannedGpu:
     def from_numpy(self, array: np.ndarray[Any, Any]) -> Tensor:
         """A description of what a copy would be."""
         return self.empty(array.shape, DType.of(array.dtype))
+
+    def loading(self) -> AbstractContextManager[None]:
+        """Nothing is loaded."""
+        return nullcontext()
+
+    def upload(self, array: np.ndarray[Any, np.dtype[np.uint8]], target: Tensor) -> None:
+        """Nothing is loaded."""
 
     def to_numpy(self, tensor: Tensor) -> np.ndarray[Any, Any]:
         """Refused: there is nothing."""

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from pegainfer.ops.embedding import EmbeddingFacts
 from pegainfer.ops.linear import LinearFacts
 from pegainfer.ops.moe import MoeExpertsFacts
 from pegainfer.ops.op import Launcher, Op, all_ops
-from pegainfer.ops.raw_weight import RawWeight
+from pegainfer.ops.raw_weight import RawWeight, require_parts
 from pegainfer.runtime.cpu.device import CpuDevice
 from pegainfer.runtime.device import Device, DeviceKind
 from pegainfer.runtime.tensor import Tensor
@@ -40,10 +42,10 @@ class _NumpyLinear(NumpyLauncher):
         """Bytes of the rows."""
         return self._facts.out_features * self._facts.format.row_bytes(self._facts.in_features)
 
-    def pack(self, raw: RawWeight) -> Tensor:
+    def pack(self, *parts: RawWeight) -> Tensor:
         """The rows, copied; raises `WeightsError` for another shape or format."""
-        raw.require(self._facts.format, (self._facts.out_features, self._facts.in_features))
-        return self._device.from_numpy(raw.data.reshape(-1).copy())
+        require_parts(parts, self._facts.format, (self._facts.out_features, self._facts.in_features))
+        return self._device.from_numpy(np.concatenate([raw.data for raw in parts]).reshape(-1))
 
 
 class _NumpyEmbedding(NumpyLauncher):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 from pegainfer.errors import WeightsError
 from pegainfer.runtime.dtypes import DType, WeightFormat
 
-__all__ = ["RawWeight"]
+__all__ = ["RawWeight", "require_parts", "stack"]
 
 _PLAIN = {
     WeightFormat.f32: DType.float32.numpy,
@@ -67,6 +68,24 @@ class RawWeight:
             return plain.astype(np.float32).reshape(self.shape)
         blocks = np.ascontiguousarray(self.data).reshape(-1, self.format.block_bytes)
         return _DEQUANTIZE[self.format](blocks).reshape(self.shape)
+
+
+def stack(parts: Sequence[RawWeight]) -> RawWeight:
+    """Matrices of one format and width below one another."""
+    if len(parts) == 1:
+        return parts[0]
+    rows = sum(raw.shape[0] for raw in parts)
+    return RawWeight(parts[0].format, (rows, parts[0].shape[1]), np.concatenate([raw.data for raw in parts]))
+
+
+def require_parts(parts: Sequence[RawWeight], format: WeightFormat, shape: tuple[int, int]) -> None:
+    """Raise `WeightsError` unless matrices are of that format and below one another of that shape."""
+    rows = 0
+    for raw in parts:
+        raw.require(format, (raw.shape[0], shape[1]))
+        rows += raw.shape[0]
+    if rows != shape[0]:
+        raise WeightsError(f"expected a {format} weight of shape {list(shape)}, got {rows} rows")
 
 
 Blocks = np.ndarray[Any, np.dtype[np.uint8]]  # [num_blocks, block_bytes]

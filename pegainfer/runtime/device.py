@@ -9,6 +9,7 @@ it was captured with.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
@@ -132,6 +133,12 @@ class Device(Protocol):
 
     def from_numpy(self, array: np.ndarray[Any, Any]) -> Tensor:
         """A tensor with the array's contents. On the CPU a C-contiguous array is aliased, not copied."""
+        ...
+
+    def loading(self) -> AbstractContextManager[None]:
+        """A block in which weights are packed: they may be under way until it ends, and their sources must
+        not change before.
+        """
         ...
 
     def to_numpy(self, tensor: Tensor) -> np.ndarray[Any, Any]:

@@ -82,7 +82,11 @@ def _build_worker(
             kind=device.kind,
         )
         batch = _make_batch(config, plan)
-    with _phase(phases, "load weights"), _progress(model.parameters, checkpoint) as on_tensor:
+    with (
+        _phase(phases, "load weights"),
+        _progress(model.parameters, checkpoint) as on_tensor,
+        device.loading(),
+    ):
         load_parameters(model.parameters, checkpoint, on_tensor=on_tensor)
     with _phase(phases, "allocate memory"):
         model.prepare(plan.max_model_len)

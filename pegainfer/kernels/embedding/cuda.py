@@ -37,7 +37,7 @@ class _CudaEmbedding:
     def pack(self, raw: RawWeight) -> Tensor:
         """The rows in device memory; raises `WeightsError` when they are not those that the facts name."""
         raw.require(self._facts.format, (self._facts.vocab_size, self._facts.hidden_size))
-        return device_rows(self._gpu, raw, self._facts.act)
+        return device_rows(self._gpu, [raw], self._facts.act)
 
     def __call__(self, *, token_ids: Tensor, weight: Tensor, out: Tensor) -> None:
         """Enqueue the lookup."""

@@ -5,6 +5,8 @@ Weights are row-major in the activation type; quantised ones are expanded when t
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,7 +16,7 @@ from pegainfer.kernels.linear.skinny import MAX_ROWS, SkinnyGemm
 from pegainfer.ops.linear import LinearFacts, linear
 from pegainfer.ops.norm_linear import NormLinearFacts, norm_linear
 from pegainfer.ops.op import Launcher
-from pegainfer.ops.raw_weight import RawWeight
+from pegainfer.ops.raw_weight import RawWeight, require_parts
 from pegainfer.runtime.cuda.algorithms import Product
 from pegainfer.runtime.cuda.module import KernelSource
 from pegainfer.runtime.device import Device, DeviceKind
@@ -36,12 +38,17 @@ _FORMAT = {
 }
 
 
-def device_rows(gpu: CudaDevice, raw: RawWeight, act: DType) -> Tensor:
-    """A weight in device memory: uint8, row-major in the type `act`."""
-    data = raw.data
-    if raw.format is not _FORMAT[act]:
-        data = raw.dequantize().astype(act.numpy).view(np.uint8)
-    return gpu.from_numpy(data.reshape(-1))
+def device_rows(gpu: CudaDevice, parts: Sequence[RawWeight], act: DType) -> Tensor:
+    """Weights below one another in device memory: uint8, row-major in the type `act`."""
+    sizes = [math.prod(raw.shape) * act.itemsize for raw in parts]
+    rows, start = gpu.empty((sum(sizes),), DType.uint8), 0
+    for raw, size in zip(parts, sizes, strict=True):
+        data = raw.data
+        if raw.format is not _FORMAT[act]:
+            data = raw.dequantize().astype(act.numpy).view(np.uint8)
+        gpu.upload(np.ascontiguousarray(data).reshape(-1), rows.slice(0, start, start + size))
+        start += size
+    return rows
 
 
 class CudaLinear:
@@ -74,11 +81,12 @@ class CudaLinear:
         """Bytes of the packed weight."""
         return self._facts.out_features * self._facts.in_features * self._facts.act.itemsize
 
-    def pack(self, raw: RawWeight) -> Tensor:
-        """The weight in device memory; raises `WeightsError` when it is not the one that the facts name."""
-        facts = self._facts
-        raw.require(facts.format, (facts.out_features, facts.in_features))
-        return device_rows(self._gpu, raw, facts.act)
+    def pack(self, *parts: RawWeight) -> Tensor:
+        """Matrices below one another in device memory; raises `WeightsError` when they are not what the facts
+        name.
+        """
+        require_parts(parts, self._facts.format, (self._facts.out_features, self._facts.in_features))
+        return device_rows(self._gpu, parts, self._facts.act)
 
     def __call__(self, *, x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
         """Enqueue the product."""

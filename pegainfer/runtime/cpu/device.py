@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -101,6 +102,10 @@ class CpuDevice:
         contiguous = np.ascontiguousarray(array)
         flat = contiguous.reshape(-1).view(np.uint8)
         return Tensor(HostStorage(flat), DType.of(array.dtype), array.shape)
+
+    def loading(self) -> AbstractContextManager[None]:
+        """Nothing is under way at any time."""
+        return nullcontext()
 
     def to_numpy(self, tensor: Tensor) -> np.ndarray[Any, Any]:
         """A copy of the contents; waits for the stream."""

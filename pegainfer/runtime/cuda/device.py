@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from pegainfer.runtime.cuda.driver import allocate, allocate_pinned, attribute, 
 from pegainfer.runtime.cuda.launch import Kernel
 from pegainfer.runtime.cuda.module import KernelSource
 from pegainfer.runtime.cuda.tensor_map import make_tensor_map
+from pegainfer.runtime.cuda.upload import UploadRing
 from pegainfer.runtime.device import DeviceKind, MemoryInfo
 from pegainfer.runtime.dtypes import DType
 from pegainfer.runtime.tensor import Tensor
@@ -156,6 +158,7 @@ class CudaDevice:
         self._workspaces: dict[str, Tensor] = {}
         self._tensor_maps: dict[tuple[Any, ...], Any] = {}
         self._landings = LandingPool(self)
+        self._uploads: UploadRing | None = None
         self.products: set[Product] = set()
         """Products that cuBLASLt will be asked for, whose algorithms are worth measuring."""
 
@@ -204,14 +207,30 @@ class CudaDevice:
         return PinnedMirror(self, nbytes, copies)
 
     def from_numpy(self, array: np.ndarray[Any, Any]) -> Tensor:
-        """A device copy of an array; returns when the array may be changed again."""
+        """A device copy of an array; returns when the array may be changed again, but while `loading`."""
         host = np.ascontiguousarray(array)
         tensor = self.empty(host.shape, DType.of(host.dtype))
         if tensor.nbytes:
-            source = host.ctypes.data
-            check(cuda.cuMemcpyHtoDAsync(tensor.data_ptr, source, tensor.nbytes, self.stream.handle))
-            self.stream.synchronize()
+            self.upload(host.reshape(-1).view(np.uint8), tensor)
         return tensor
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Let `upload` send arrays on by threads until the block ends."""
+        ring = self._uploads = UploadRing(self)
+        try:
+            yield
+        finally:
+            self._uploads = None
+            ring.close()
+
+    def upload(self, array: np.ndarray[Any, np.dtype[np.uint8]], target: Tensor) -> None:
+        """Copy a flat array into device memory of the same size. It must not change while `loading`."""
+        if self._uploads is not None:
+            self._uploads.send(array, target.data_ptr)
+            return
+        check(cuda.cuMemcpyHtoDAsync(target.data_ptr, array.ctypes.data, array.nbytes, self.stream.handle))
+        self.stream.synchronize()
 
     def to_numpy(self, tensor: Tensor) -> np.ndarray[Any, Any]:
         """A host copy of a contiguous tensor, after everything that was enqueued."""
