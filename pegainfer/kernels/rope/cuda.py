@@ -33,7 +33,8 @@ def _bind(facts: QkvRopeFacts, device: Device) -> Launcher | None:
     )
     kernel = gpu.kernel(source, "qkv_rope_write", signature="pppppppppppf")
     stream = gpu.stream.handle
-    warps = facts.num_heads + 2 * facts.num_kv_heads
+    lanes = 32 if half < 32 else 16  # of a head
+    blocks = -(-(facts.num_heads + 2 * facts.num_kv_heads) * lanes // (_WARPS * 32))
 
     def launch(
         *,
@@ -49,7 +50,7 @@ def _bind(facts: QkvRopeFacts, device: Device) -> Launcher | None:
     ) -> None:
         kernel.launch(
             stream,
-            (qkv.shape[0], -(-warps // _WARPS)),
+            (qkv.shape[0], blocks),
             _WARPS * 32,
             qkv.data_ptr,
             qkv.strides[0],
