@@ -227,7 +227,7 @@ class CudaDevice:
     def upload(self, array: np.ndarray[Any, np.dtype[np.uint8]], target: Tensor) -> None:
         """Copy a flat array into device memory of the same size. It must not change while `loading`."""
         if self._uploads is not None:
-            self._uploads.send(array, target.data_ptr)
+            self._uploads.send(array, target)
             return
         check(cuda.cuMemcpyHtoDAsync(target.data_ptr, array.ctypes.data, array.nbytes, self.stream.handle))
         self.stream.synchronize()

@@ -34,12 +34,15 @@ class _Slot:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A part of an array that a thread is copying into a slot. `source` is held until that is done."""
+    """A part of an array that a thread is copying into a slot, and where in `target` it belongs. Both are held
+    until it is on its way, whoever else has let go of them.
+    """
 
     copied: Future[None]
     slot: _Slot
     source: Bytes
-    target: int
+    target: Tensor
+    start: int
 
 
 class UploadRing:
@@ -55,8 +58,8 @@ class UploadRing:
         )
         self._pieces: deque[_Piece] = deque()
 
-    def send(self, source: Bytes, target: int) -> None:
-        """Enqueue the copy of a flat array to a device address. It is read later, until `close`."""
+    def send(self, source: Bytes, target: Tensor) -> None:
+        """Enqueue the copy of a flat array to a tensor of its size. It is read later, until `close`."""
         for start in range(0, len(source), _SLOT_BYTES):
             part = source[start : start + _SLOT_BYTES]
             if not self._free:
@@ -65,7 +68,7 @@ class UploadRing:
             check(cuda.cuEventSynchronize(slot.event))  # the piece that it held before is on the device
             landing = slot.buffer.numpy()[: len(part)]
             copied = self._threads.submit(np.copyto, landing, part)
-            self._pieces.append(_Piece(copied, slot, part, target + start))
+            self._pieces.append(_Piece(copied, slot, part, target, start))
 
     def close(self) -> None:
         """Wait until everything is on the device, and free the slots. Raises what a thread raised."""
@@ -85,7 +88,7 @@ class UploadRing:
         piece = self._pieces[0]
         piece.copied.result()
         self._pieces.popleft()
-        address = piece.slot.buffer.data_ptr
-        check(cuda.cuMemcpyHtoDAsync(piece.target, address, len(piece.source), self._stream))
+        target, landing = piece.target.data_ptr + piece.start, piece.slot.buffer.data_ptr
+        check(cuda.cuMemcpyHtoDAsync(target, landing, len(piece.source), self._stream))
         check(cuda.cuEventRecord(piece.slot.event, self._stream))
         self._free.append(piece.slot)
