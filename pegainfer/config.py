@@ -127,6 +127,9 @@ class SchedulerOptions:
     )
     enable_chunked_prefill: bool = option(True, "Split long prompts over steps and mix them with decode.")
     scheduling_policy: str = option("fcfs", "Order of service.", choices=("fcfs", "priority"))
+    async_scheduling: bool | None = option(
+        None, "Launch a step before the tokens of the one before it are known; on a GPU by default."
+    )
     max_num_queued_reqs: int | None = option(None, "Most waiting requests; more are refused with 503.")
 
 

@@ -5,15 +5,15 @@
 MODEL is a checkpoint, or a config.json for random weights of its shapes (which take longer to make
 than to read: for start-up times write a directory with `scripts/make-model` first). Every row draws
 new prompts, so that no row finds another's prefixes in the cache. Rows are `input/output@concurrency`
-or `input/output@RATErps`. The client is `pegainfer bench serve`. The results, with commit, driver and
-flags, go to `benchmarks/snapshots/`.
+(8 requests a client, 6 for more than 32 clients) or `input/output@RATErps` (15 seconds of them), the
+counts behind the numbers that ours are compared with. The client is `pegainfer bench serve`. The
+results, with commit, driver and flags, go to `benchmarks/snapshots/`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import statistics
 import subprocess
@@ -24,12 +24,11 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from pegainfer.version import __version__
+from machine import describe_machine, snapshot_path
+from server import PORT, running_server
 
-ROOT = Path(__file__).resolve().parents[2]
 ROWS = ("1/256@1", "1024/128@1", "1024/128@16", "1024/128@64", "1024/128@16rps")
 TTFT_LENGTHS = (1024, 4096, 16384)
-PORT = 8177
 URL = f"http://127.0.0.1:{PORT}"
 
 
@@ -48,19 +47,13 @@ def main() -> int:
     flags = [
         *(("--load-format", "dummy") if options.config.is_file() else ()),
         *("--skip-tokenizer-init", "--device", options.device),
-        *("--max-model-len", "20480", "--port", str(PORT), "--disable-uvicorn-access-log"),
+        *("--max-model-len", "20480", "--disable-uvicorn-access-log"),
         *(f"--{flag}" for flag in options.flag),
     ]
-    command = [sys.executable, "-m", "pegainfer", "serve", str(options.config), *flags]
-    log = Path(tempfile.mkdtemp()) / "server.log"
-    start = time.perf_counter()
-    with log.open("w") as output:
-        server = subprocess.Popen(command, stdout=output, stderr=output)
     result: dict[str, Any] = {"rows": {}, "ttft": {}}
-    try:
-        wait_until_ready(server, log)
-        result["start_s"] = round(time.perf_counter() - start, 2)
-        result["rss_idle_mb"] = memory_mb(server.pid)
+    with running_server(options.config, flags) as server:
+        result["start_s"] = round(server.start_s, 2)
+        result["rss_idle_mb"] = server.memory_mb()
         print(f"ready after {result['start_s']} s, RSS {result['rss_idle_mb']} MB", flush=True)
         complete([1, 2, 3], 8)
         for row in options.rows:
@@ -68,30 +61,15 @@ def main() -> int:
         for length in options.ttft:
             result["ttft"][str(length)] = ttft(length)
             print(f"TTFT {length}: {result['ttft'][str(length)]}", flush=True)
-        result["rss_loaded_mb"] = memory_mb(server.pid)
+        result["rss_loaded_mb"] = server.memory_mb()
         print(f"RSS loaded {result['rss_loaded_mb']} MB", flush=True)
-    finally:
-        server.terminate()
-        server.wait(60)
-        print(log.read_text()[-3000:], flush=True)
-    result |= {"version": __version__, "config": options.config.stem, "flags": flags, **machine()}
-    target = options.out or ROOT / "benchmarks" / "snapshots" / "gpu" / f"{options.config.stem}.json"
+    print(server.log.read_text()[-3000:], flush=True)
+    result |= {"config": options.config.stem, "flags": flags, **describe_machine()}
+    target = options.out or snapshot_path(options.config.stem)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(result, indent=1) + "\n")
     print(f"wrote {target}")
     return 0
-
-
-def wait_until_ready(server: subprocess.Popen[bytes], log: Path) -> None:
-    """Return when /health is 200; raises when the server has ended."""
-    while server.poll() is None:
-        try:
-            with urllib.request.urlopen(f"{URL}/health", timeout=2) as response:
-                if response.status == 200:
-                    return
-        except OSError:
-            time.sleep(0.02)
-    raise SystemExit(f"the server ended:\n{log.read_text()[-4000:]}")
 
 
 def run_row(row: str) -> dict[str, float]:
@@ -100,9 +78,9 @@ def run_row(row: str) -> dict[str, float]:
     size_in, size_out = sizes.split("/")
     if load.endswith("rps"):
         rate = float(load.removesuffix("rps"))
-        arguments, count = ["--request-rate", str(rate)], int(rate * 10)
+        arguments, count = ["--request-rate", str(rate)], int(rate * 15)
     else:
-        arguments, count = ["--max-concurrency", load], max(8, 4 * int(load))
+        arguments, count = ["--max-concurrency", load], (6 if int(load) > 32 else 8) * int(load)
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(
             [
@@ -165,34 +143,6 @@ def complete(ids: list[int], count: int) -> None:
         f"{URL}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     urllib.request.urlopen(request).read()
-
-
-def memory_mb(pid: int) -> int:
-    """Resident memory of a process and its children."""
-    total, pids = 0, [pid]
-    while pids:
-        current = pids.pop()
-        status = Path(f"/proc/{current}/status").read_text()
-        total += next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
-        for children in Path(f"/proc/{current}/task").glob("*/children"):
-            pids += map(int, children.read_text().split())
-    return total // 1000
-
-
-def machine() -> dict[str, str]:
-    """Commit, GPU and driver."""
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    try:
-        gpu = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        gpu = "none"
-    commit = (
-        os.environ.get("COMMIT")
-        or subprocess.run(
-            ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout.strip()
-    )
-    return {"gpu": gpu, "commit": commit, "date": time.strftime("%Y-%m-%d")}
 
 
 if __name__ == "__main__":

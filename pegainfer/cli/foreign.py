@@ -72,7 +72,6 @@ _FLAGS = {
     "--kv-offloading-backend": _Foreign(1, _NO_KV_TIERS),
     "--kv-transfer-config": _Foreign(1, _NO_KV_TIERS),
     "--prefix-caching-hash-algo": _Foreign(1, note="block hashes are always of cryptographic quality"),
-    "--async-scheduling": _Foreign(0, note="the engine decides this itself"),
     "--max-num-partial-prefills": _Foreign(1, "one prompt is prefilled in parts at a time", harmless=("1",)),
     "--disable-sliding-window": _Foreign(0, "sliding windows are a property of the model"),
     "--max-seq-len-to-capture": _Foreign(1, note="steps of every length are recorded"),

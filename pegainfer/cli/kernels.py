@@ -69,20 +69,12 @@ def _bindings(config: EngineConfig, device: Device) -> list[Binding]:
     """What is bound for the model and for sampling."""
     from pegainfer.ops.op import record_bindings
     from pegainfer.weights.loader import open_checkpoint
-    from pegainfer.worker.build import bind_model
-    from pegainfer.worker.sampler import Sampler
+    from pegainfer.worker.build import bind_ops
 
     checkpoint = open_checkpoint(config.model, config.load)
     try:
         with record_bindings() as bindings:
-            model = bind_model(config, checkpoint, device=device)
-            Sampler(
-                device,
-                vocab_size=model.vocab_size,
-                decodable_vocab_size=model.vocab_size,
-                max_num_seqs=1,
-                max_logprobs=0,
-            )
+            bind_ops(config, checkpoint, device=device)
         return bindings
     finally:
         checkpoint.close()

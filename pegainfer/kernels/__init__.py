@@ -12,6 +12,7 @@ FAMILIES = (
     "activation",
     "attention",
     "embedding",
+    "feed",
     "gather",
     "linear",
     "moe",

@@ -6,18 +6,20 @@ remembers the kernels that providers ask for.
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import as_completed
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 
 from pegainfer.errors import ConfigError
+from pegainfer.runtime.cuda.algorithms import Product
 from pegainfer.runtime.cuda.arguments import Arguments
-from pegainfer.runtime.cuda.module import KernelSource, load_cubin
-from pegainfer.runtime.device import Device, DeviceKind, MemoryInfo
+from pegainfer.runtime.cuda.cubins import Compilers
+from pegainfer.runtime.cuda.module import KernelSource
+from pegainfer.runtime.device import Device, DeviceKind, Download, MemoryInfo
 from pegainfer.runtime.dtypes import DType
 from pegainfer.runtime.tensor import Tensor
 
@@ -25,6 +27,9 @@ __all__ = ["ARCHITECTURES", "PlannedGpu", "needed_kernels", "prefetch"]
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 """What every kernel compiles for (those of one architecture alone aside)."""
+
+_SHARED_KB = {(8, 0): 163, (9, 0): 227, (10, 0): 227}
+"""Of one block, where it is more than 99."""
 
 _ADDRESS = 1 << 20
 _MEMORY = 80 << 30
@@ -44,20 +49,17 @@ def prefetch(
     jobs: int | None = None,
     on_done: Callable[[KernelSource], object] = lambda source: None,
 ) -> None:
-    """Have the cubins of `sources` in the cache, `jobs` compilers at once (the compiler runs without the
-    interpreter lock). `on_done` is told of each. Raises `KernelError` for the first that does not compile.
+    """Have the cubins of `sources` in the cache, `jobs` compilers at once. `on_done` is told of each. Raises
+    `KernelError` for the first that does not compile.
     """
-    # The longest sources first: they are what the others would wait for.
-    order = sorted(dict.fromkeys(sources), key=lambda source: -len(source.read()))
-    with ThreadPoolExecutor(jobs or len(os.sched_getaffinity(0))) as workers:
-        futures = {workers.submit(load_cubin, source, arch): source for source in order}
-        try:
-            for future in as_completed(futures):
-                future.result()
-                on_done(futures[future])
-        except BaseException:
-            workers.shutdown(wait=False, cancel_futures=True)
-            raise
+    compilers = Compilers(arch, jobs=jobs)
+    try:
+        futures = {future: source for source, future in compilers.start(sources).items()}
+        for future in as_completed(futures):
+            future.result()
+            on_done(futures[future])
+    finally:
+        compilers.close()
 
 
 class PlannedGpu:
@@ -66,6 +68,7 @@ class PlannedGpu:
     """
 
     kind = DeviceKind.cuda
+    is_asynchronous = True
 
     def __init__(self, arch: str, *, num_multiprocessors: int = 132) -> None:
         matched = re.fullmatch(r"sm_(\d+)(\d)a?", arch)
@@ -74,8 +77,10 @@ class PlannedGpu:
         self.arch = arch
         self.capability = (int(matched[1]), int(matched[2]))
         self.num_multiprocessors = num_multiprocessors
+        self.max_shared_bytes = _SHARED_KB.get(self.capability, 99) << 10
         self.stream = _PlannedStream()
         self.cublaslt = _PlannedLibrary()
+        self.products: set[Product] = set()
         self.sources: dict[KernelSource, None] = {}
         """What was asked for, in that order."""
 
@@ -98,7 +103,7 @@ class PlannedGpu:
 
     zeros = empty
 
-    def mirror(self, nbytes: int) -> _PlannedMirror:
+    def mirror(self, nbytes: int, *, copies: int = 1) -> _PlannedMirror:
         """Host memory that is never copied."""
         return _PlannedMirror(self.empty((nbytes,), DType.uint8))
 
@@ -106,9 +111,24 @@ class PlannedGpu:
         """A description of what a copy would be."""
         return self.empty(array.shape, DType.of(array.dtype))
 
+    def loading(self) -> AbstractContextManager[None]:
+        """Nothing is loaded."""
+        return nullcontext()
+
+    def upload(self, array: np.ndarray[Any, np.dtype[np.uint8]], target: Tensor) -> None:
+        """Nothing is loaded."""
+
     def to_numpy(self, tensor: Tensor) -> np.ndarray[Any, Any]:
         """Refused: there is nothing."""
         raise TypeError("a planned GPU holds no values")
+
+    def download(self, tensors: Sequence[Tensor]) -> Download:
+        """Refused: there is nothing."""
+        raise TypeError("a planned GPU holds no values")
+
+    def tensor_map(self, tensor: Tensor, dtype: DType, **layout: Sequence[int]) -> int:
+        """Nothing that could be read."""
+        return _ADDRESS
 
     def workspace(self, name: str, nbytes: int) -> Tensor:
         """A description."""
@@ -126,6 +146,10 @@ class PlannedGpu:
         """Remember that `source` is needed."""
         self.sources[source] = None
         return _PlannedKernel(name, signature)
+
+    def tune(self, forward: Callable[[int], object], limit: int) -> int:
+        """Nothing can be measured."""
+        return 0
 
     def close(self) -> None:
         """Nothing is held."""
@@ -153,10 +177,10 @@ class _PlannedStorage:
 
 class _PlannedMirror:
     def __init__(self, tensor: Tensor) -> None:
-        self.host: np.ndarray[Any, np.dtype[np.uint8]] = np.zeros(tensor.shape, np.uint8)
+        self.hosts: list[np.ndarray[Any, np.dtype[np.uint8]]] = [np.zeros(tensor.shape, np.uint8)]
         self.tensor = tensor
 
-    def upload(self, nbytes: int) -> None:
+    def upload(self, nbytes: int, source: int) -> None:
         pass
 
 
@@ -179,9 +203,16 @@ class _PlannedGraph:
 
 
 class _PlannedLibrary:
-    """Whatever a library computes needs no kernel of ours."""
+    """Whatever a library computes needs no kernel of ours, and nothing can be measured."""
 
-    def plan(self, dtype: DType, **sizes: Any) -> _PlannedLibrary:
+    @property
+    def algorithms(self) -> _PlannedLibrary:
+        return self
+
+    def is_wanted(self, product: Product, rows: int) -> bool:
+        return False
+
+    def plan(self, product: Product, m: int, *, x_stride: int, out_stride: int) -> _PlannedLibrary:
         return self
 
     def run(self, x: int, weight: int, out: int) -> None:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from pegainfer.errors import WeightsError
+import numpy as np
+
+from pegainfer.ops.embedding import EmbeddingFacts
 from pegainfer.ops.linear import LinearFacts
 from pegainfer.ops.moe import MoeExpertsFacts
 from pegainfer.ops.op import Launcher, Op, all_ops
-from pegainfer.ops.raw_weight import RawWeight
+from pegainfer.ops.raw_weight import RawWeight, require_parts
 from pegainfer.runtime.cpu.device import CpuDevice
 from pegainfer.runtime.device import Device, DeviceKind
 from pegainfer.runtime.tensor import Tensor
@@ -40,9 +42,22 @@ class _NumpyLinear(NumpyLauncher):
         """Bytes of the rows."""
         return self._facts.out_features * self._facts.format.row_bytes(self._facts.in_features)
 
+    def pack(self, *parts: RawWeight) -> Tensor:
+        """The rows, copied; raises `WeightsError` for another shape or format."""
+        require_parts(parts, self._facts.format, (self._facts.out_features, self._facts.in_features))
+        return self._device.from_numpy(np.concatenate([raw.rows() for raw in parts]).reshape(-1))
+
+
+class _NumpyEmbedding(NumpyLauncher):
+    _facts: EmbeddingFacts
+
+    def packed_bytes(self) -> int:
+        """Bytes of the rows."""
+        return self._facts.vocab_size * self._facts.format.row_bytes(self._facts.hidden_size)
+
     def pack(self, raw: RawWeight) -> Tensor:
         """The rows, copied; raises `WeightsError` for another shape or format."""
-        _check(raw, self._facts.out_features, self._facts.in_features, self._facts.format)
+        raw.require(self._facts.format, (self._facts.vocab_size, self._facts.hidden_size))
         return self._device.from_numpy(raw.rows().reshape(-1).copy())
 
 
@@ -64,13 +79,17 @@ class _NumpyExperts(NumpyLauncher):
     ) -> None:
         """Copy one expert's rows into place; raises `WeightsError` for another shape or format."""
         facts = self._facts
-        _check(gate_up_raw, 2 * facts.intermediate_size, facts.hidden_size, facts.format)
-        _check(down_raw, facts.hidden_size, facts.intermediate_size, facts.format)
+        gate_up_raw.require(facts.format, (2 * facts.intermediate_size, facts.hidden_size))
+        down_raw.require(facts.format, (facts.hidden_size, facts.intermediate_size))
         gate_up.numpy().reshape(facts.num_experts, -1)[expert] = gate_up_raw.rows().reshape(-1)
         down.numpy().reshape(facts.num_experts, -1)[expert] = down_raw.rows().reshape(-1)
 
 
-_LAUNCHERS: dict[str, type[NumpyLauncher]] = {"linear": _NumpyLinear, "moe_experts": _NumpyExperts}
+_LAUNCHERS: dict[str, type[NumpyLauncher]] = {
+    "embedding": _NumpyEmbedding,
+    "linear": _NumpyLinear,
+    "moe_experts": _NumpyExperts,
+}
 
 
 def register_numpy_providers() -> None:
@@ -88,10 +107,3 @@ def _register(op: Op[Any], launcher: type[NumpyLauncher]) -> None:
 
     op.provider("numpy", DeviceKind.cpu)(factory)
     op.providers.insert(0, op.providers.pop())  # tried last
-
-
-def _check(raw: RawWeight, rows: int, columns: int, format: Any) -> None:
-    if raw.shape != (rows, columns) or raw.format is not format:
-        raise WeightsError(
-            f"expected a {format} weight of shape [{rows}, {columns}], got {raw.format} {list(raw.shape)}"
-        )

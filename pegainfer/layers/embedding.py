@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, Protocol, cast
+
 from pegainfer.layers.linear import Linear, Piece
 from pegainfer.layers.parameters import BuildContext
 from pegainfer.ops.embedding import EmbeddingFacts, embedding
@@ -25,6 +27,16 @@ class LmHead:
         self.linear(x, out)
 
 
+class _EmbeddingLauncher(Protocol):
+    """A bound `embedding`, which packs a table of its own."""
+
+    def __call__(self, **arguments: Any) -> None: ...
+
+    def packed_bytes(self) -> int: ...
+
+    def pack(self, raw: RawWeight) -> Tensor: ...
+
+
 class Embedding:
     """Rows of a table by token id. With `head`, its packed weight is the table (a tied checkpoint)."""
 
@@ -35,21 +47,17 @@ class Embedding:
         format = context.table.format_of(weight_name)
         tied = head is not None
         facts = EmbeddingFacts(vocab_size, hidden_size, format, context.act, tied)
-        self._launch = bind(embedding, facts, context.device)
+        self._launch = cast(_EmbeddingLauncher, bind(embedding, facts, context.device))
         if head is not None:
             self._weight = head.linear.packed_weight
             return
-
-        def keep(raw: RawWeight) -> Tensor:
-            return context.device.from_numpy(raw.data.reshape(-1).copy())
-
         self._weight = context.table.matrix(
             [weight_name],
             [vocab_size],
             hidden_size,
             format=format,
-            pack=keep,
-            nbytes=vocab_size * format.row_bytes(hidden_size),
+            pack=self._launch.pack,
+            nbytes=self._launch.packed_bytes(),
         )
 
     def __call__(self, token_ids: Tensor, out: Tensor) -> None:

@@ -8,11 +8,11 @@ from typing import Any, Protocol, cast
 
 from pegainfer.layers.linear import Linear, Piece
 from pegainfer.layers.norm import RmsNorm
-from pegainfer.layers.parameters import BuildContext, Parameter, common_format, stack, when_complete
+from pegainfer.layers.parameters import BuildContext, Parameter, common_format, when_complete
 from pegainfer.layers.scratch import RowScratch
 from pegainfer.ops.moe import MoeExpertsFacts, MoeRouterFacts, moe_experts, moe_router
 from pegainfer.ops.op import bind
-from pegainfer.ops.raw_weight import RawWeight
+from pegainfer.ops.raw_weight import RawWeight, stack
 from pegainfer.runtime.arena import Arena
 from pegainfer.runtime.dtypes import DType, WeightFormat
 from pegainfer.runtime.tensor import Tensor

@@ -30,7 +30,6 @@ __all__ = [
     "common_format",
     "convert",
     "release_pages",
-    "stack",
     "when_complete",
 ]
 
@@ -135,16 +134,15 @@ class ParameterTable:
         columns: int,
         *,
         format: WeightFormat,
-        pack: Callable[[RawWeight], Tensor],
+        pack: Callable[..., Tensor],
         nbytes: int,
     ) -> Parameter:
-        """A packed matrix `[sum(rows), columns]` made of one or several matrices, one below the other."""
+        """A matrix `[sum(rows), columns]` that `pack` makes of one or several, one below the other."""
 
         parameter = Parameter()
 
         def finish(parts: list[RawWeight]) -> None:
-            whole = parts[0] if len(parts) == 1 else stack(parts)
-            parameter.set(pack(whole))
+            parameter.set(pack(*parts))
 
         for name, count, accept in zip(names, rows, when_complete(len(names), finish), strict=True):
             self.declare(name, (count, columns), format=format, accept=accept)
@@ -165,18 +163,6 @@ class BuildContext:
     def device(self) -> Device:
         """The device that ops are bound to."""
         return self.table.device
-
-
-def stack(parts: Sequence[RawWeight]) -> RawWeight:
-    """Matrices of one format and width below one another."""
-    rows = sum(raw.shape[0] for raw in parts)
-    scales = [raw.scales for raw in parts if raw.scales is not None]
-    return RawWeight(
-        parts[0].format,
-        (rows, parts[0].shape[1]),
-        np.concatenate([raw.data for raw in parts]),
-        np.concatenate(scales) if scales else None,
-    )
 
 
 def common_format(formats: Sequence[WeightFormat]) -> WeightFormat:

@@ -164,6 +164,8 @@ def _cases(rng: np.random.Generator) -> Iterator[Case[AttentionFacts]]:
         ((1, 300), (1, 17), (1, 128), (1, 129)),
         ((70, 70),),
         ((1, 40), (33, 200), (5, 5), (1, 16)),
+        ((3, 1100), (20, 700), (2, 130)),  # few rows over many keys
+        tuple((1, 1 + 9 * index) for index in range(20)),
     )
     for act, kv_dtype in (
         (DType.float32, DType.float32),

@@ -23,7 +23,7 @@ Array = np.ndarray[Any, Any]
 @dataclass(frozen=True, slots=True)
 class EmbeddingFacts:
     """`tied`: the table is the packed weight of a `linear` of `vocab_size` outputs over `hidden_size` inputs;
-    else it holds the rows as the checkpoint stores them.
+    else the launcher packs it from the checkpoint's rows (`pack`, `packed_bytes`).
     """
 
     vocab_size: int
@@ -51,7 +51,7 @@ def _reference(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Table:
-    """The table of a case, packed by the linear op of the device where it is tied."""
+    """The table of a case, packed by the launcher, or by the linear op of the device where it is tied."""
 
     raw: RawWeight
 
@@ -60,13 +60,14 @@ class _Table:
         return self.raw.rows().reshape(-1)
 
     def for_device(self, facts: EmbeddingFacts, device: Device, *, provider: str, launcher: Any) -> Tensor:
-        """Packed by the linear provider of the same name, or the rows as they are."""
-        if not facts.tied:
-            return device.from_numpy(self.raw.rows().reshape(-1).copy())
-        factory = next(p.factory for p in linear.providers if p.name == provider and p.kind is device.kind)
-        head: Any = factory(facts.head, device) or bind(linear, facts.head, device)
-        packed = head.pack(self.raw)
+        """Packed by the launcher, or by the linear provider of the same name."""
+        owner = launcher
+        if facts.tied:
+            named = (p for p in linear.providers if p.name == provider and p.kind is device.kind)
+            owner = next(named).factory(facts.head, device) or bind(linear, facts.head, device)
+        packed = owner.pack(self.raw)
         assert isinstance(packed, Tensor)
+        assert packed.nbytes == owner.packed_bytes()
         return packed
 
 

@@ -16,7 +16,7 @@ __all__ = ["RmsNormFacts", "rms_norm"]
 
 @dataclass(frozen=True, slots=True)
 class RmsNormFacts:
-    """`size` is the width of a row; `act` the element type of `x` and `out` (`weight` may stay float32)."""
+    """`size` is the width of a row; `act` the element type of `x` and `out`; the weight is float32."""
 
     size: int
     eps: float
@@ -28,7 +28,7 @@ def _reference(
 ) -> None:
     values = x.astype(np.float32)
     mean_square = np.mean(np.square(values, dtype=np.float64), axis=-1, keepdims=True)
-    out[...] = values / np.sqrt(mean_square + facts.eps).astype(np.float32) * weight.astype(np.float32)
+    out[...] = values / np.sqrt(mean_square + facts.eps).astype(np.float32) * weight
 
 
 def _cases(rng: np.random.Generator) -> Iterator[Case[RmsNormFacts]]:
@@ -42,7 +42,7 @@ def _cases(rng: np.random.Generator) -> Iterator[Case[RmsNormFacts]]:
                 facts=RmsNormFacts(size=size, eps=eps, act=act),
                 arguments={
                     "x": x,
-                    "weight": rng.normal(1, 0.3, size).astype(act.numpy),
+                    "weight": rng.normal(1, 0.3, size).astype(np.float32),
                     "out": np.zeros((rows, size), act.numpy),
                 },
                 outputs=("out",),

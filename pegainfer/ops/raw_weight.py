@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 from pegainfer.errors import WeightsError
 from pegainfer.runtime.dtypes import FP8_BLOCK, DType, WeightFormat
 
-__all__ = ["RawWeight"]
+__all__ = ["RawWeight", "require_parts", "stack"]
 
 _PLAIN = {
     WeightFormat.f32: DType.float32.numpy,
@@ -89,6 +90,13 @@ class RawWeight:
         scales = np.ascontiguousarray(self.scales).view(np.uint8)
         return np.concatenate([self.data, scales], axis=1)
 
+    def require(self, format: WeightFormat, shape: tuple[int, ...]) -> None:
+        """Raise `WeightsError` unless this is a weight of that format and shape."""
+        if self.format is not format or self.shape != shape:
+            raise WeightsError(
+                f"expected a {format} weight of shape {list(shape)}, got {self.format} {list(self.shape)}"
+            )
+
     def dequantize(self) -> np.ndarray[Any, np.dtype[np.float32]]:
         """The values as a new float32 array of `shape`."""
         if self.format in _PLAIN:
@@ -102,7 +110,32 @@ class RawWeight:
         return _DEQUANTIZE[self.format](blocks).reshape(self.shape)
 
 
+def stack(parts: Sequence[RawWeight]) -> RawWeight:
+    """Matrices of one format and width below one another."""
+    if len(parts) == 1:
+        return parts[0]
+    rows = sum(raw.shape[0] for raw in parts)
+    scales = [raw.scales for raw in parts if raw.scales is not None]
+    return RawWeight(
+        parts[0].format,
+        (rows, parts[0].shape[1]),
+        np.concatenate([raw.data for raw in parts]),
+        np.concatenate(scales) if scales else None,
+    )
+
+
+def require_parts(parts: Sequence[RawWeight], format: WeightFormat, shape: tuple[int, int]) -> None:
+    """Raise `WeightsError` unless matrices are of that format and below one another of that shape."""
+    rows = 0
+    for raw in parts:
+        raw.require(format, (raw.shape[0], shape[1]))
+        rows += raw.shape[0]
+    if rows != shape[0]:
+        raise WeightsError(f"expected a {format} weight of shape {list(shape)}, got {rows} rows")
+
+
 _E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+
 
 Blocks = np.ndarray[Any, np.dtype[np.uint8]]  # [num_blocks, block_bytes]
 Values = np.ndarray[Any, np.dtype[np.float32]]  # [num_blocks, 32]

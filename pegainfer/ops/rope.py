@@ -26,7 +26,9 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class QkvRopeFacts:
-    """`kv_dtype` and `block_size` describe the cache; `eps` is used where `qk_norm` is set."""
+    """`kv_dtype` and `block_size` describe the cache; `eps` is used where `qk_norm` is set, whose weights are
+    float32.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -104,7 +106,7 @@ def _reference(
 
 def _rms(x: Array, weight: Array, eps: float) -> Array:
     mean_square = np.mean(np.square(x, dtype=np.float64), axis=-1, keepdims=True)
-    result: Array = x / np.sqrt(mean_square + eps).astype(np.float32) * weight.astype(np.float32)
+    result: Array = x / np.sqrt(mean_square + eps).astype(np.float32) * weight
     return result
 
 
@@ -141,7 +143,7 @@ def _cases(rng: np.random.Generator) -> Iterator[Case[QkvRopeFacts]]:
             slots[rows // 2] = -1
             inv_freq = 1e4 ** (-np.arange(rotary_dim // 2) / (rotary_dim // 2))
             width = (num_heads + 2 * num_kv_heads) * head_dim
-            norms = [rng.normal(1, 0.3, head_dim).astype(act.numpy) if qk_norm else None for _ in range(2)]
+            norms = [rng.normal(1, 0.3, head_dim).astype(np.float32) if qk_norm else None for _ in range(2)]
             yield Case(
                 name=f"{act}-{rows}x{num_heads}/{num_kv_heads}x{head_dim}{'-norm' if qk_norm else ''}",
                 facts=facts,

@@ -8,6 +8,8 @@ it was captured with.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
@@ -17,7 +19,7 @@ import numpy as np
 from pegainfer.runtime.dtypes import DType
 from pegainfer.runtime.tensor import Tensor
 
-__all__ = ["Device", "DeviceKind", "Graph", "MemoryInfo", "Mirror", "Stream"]
+__all__ = ["Device", "DeviceKind", "Download", "Graph", "MemoryInfo", "Mirror", "Stream"]
 
 
 class DeviceKind(StrEnum):
@@ -39,8 +41,10 @@ class Mirror(Protocol):
     """Memory that the host writes and the device reads, at addresses that never change."""
 
     @property
-    def host(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """The bytes to write."""
+    def hosts(self) -> Sequence[np.ndarray[Any, np.dtype[np.uint8]]]:
+        """The bytes to write: as many copies as were asked for, so that one can be written while another is
+        still to be read; or one, where host and device share their memory.
+        """
         ...
 
     @property
@@ -48,8 +52,18 @@ class Mirror(Protocol):
         """The bytes that the device reads, as of the last `upload`: uint8."""
         ...
 
-    def upload(self, nbytes: int) -> None:
-        """Enqueue the copy of the first `nbytes` to the device (where both are the same memory: nothing)."""
+    def upload(self, nbytes: int, source: int) -> None:
+        """Enqueue the copy of the first `nbytes` of `hosts[source]` to the device (where both are the same
+        memory: nothing).
+        """
+        ...
+
+
+class Download(Protocol):
+    """Contents of tensors under way to the host."""
+
+    def wait(self) -> list[np.ndarray[Any, Any]]:
+        """The contents, one array a tensor; called once. Raises `KernelError` if enqueued work failed."""
         ...
 
 
@@ -96,6 +110,11 @@ class Device(Protocol):
     @property
     def stream(self) -> Stream: ...
 
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether enqueued work goes on while the host does something else."""
+        ...
+
     def activation_dtype(self, dtype: DType) -> DType:
         """Element type of activations for a model of `dtype` (the CPU always computes in float32)."""
         ...
@@ -108,16 +127,35 @@ class Device(Protocol):
 
     def zeros(self, shape: tuple[int, ...], dtype: DType) -> Tensor: ...
 
-    def mirror(self, nbytes: int) -> Mirror:
-        """Zeroed memory on both sides."""
+    def mirror(self, nbytes: int, *, copies: int = 1) -> Mirror:
+        """Zeroed memory on both sides, `copies` times on the host's."""
         ...
 
     def from_numpy(self, array: np.ndarray[Any, Any]) -> Tensor:
         """A tensor with the array's contents. On the CPU a C-contiguous array is aliased, not copied."""
         ...
 
+    def loading(self) -> AbstractContextManager[None]:
+        """A block in which weights are packed: they may be under way until it ends, and their sources must
+        not change before.
+        """
+        ...
+
     def to_numpy(self, tensor: Tensor) -> np.ndarray[Any, Any]:
         """A host copy of a tensor's contents; waits for the stream."""
+        ...
+
+    def download(self, tensors: Sequence[Tensor]) -> Download:
+        """Copies of tensors as they will be when the work enqueued so far is done; what is enqueued later
+        does not change them.
+        """
+        ...
+
+    def tune(self, forward: Callable[[int], object], limit: int) -> int:
+        """Let ops find out how they run best with many rows: calls `forward(rows)`, which runs the model on
+        `rows` rows of whatever values, for each number of rows up to `limit` that is not known yet. How many
+        there were.
+        """
         ...
 
     def close(self) -> None:

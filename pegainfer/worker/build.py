@@ -26,13 +26,14 @@ from pegainfer.scheduler.plan import NewRequest, ScheduledRequest, StepPlan
 from pegainfer.weights.checkpoint import Checkpoint
 from pegainfer.worker.base import WorkerInfo
 from pegainfer.worker.input_batch import InputBatch
+from pegainfer.worker.kernels_ahead import kernels_ahead
 from pegainfer.worker.kv_storage import KvStorage
 from pegainfer.worker.memory import KvPlan, plan_memory
 from pegainfer.worker.model_runner import ModelRunner, StepLimits
 from pegainfer.worker.sampler import Sampler
 from pegainfer.worker.worker import Worker
 
-__all__ = ["bind_model", "build_worker"]
+__all__ = ["bind_ops", "build_worker"]
 
 _LOGITS_BYTES = 64 << 20
 _MIN_LOGITS_ROWS = 16
@@ -47,6 +48,21 @@ def build_worker(
     `decodable_vocab_size` bounds the ids that may be sampled; None is the whole vocabulary. Raises
     `ConfigError`, `UnsupportedModelError`, `WeightsError`, and `CapacityError` before any weight is read.
     """
+    with kernels_ahead(device, lambda planned: bind_ops(config, checkpoint, device=planned)):
+        return _build_worker(config, checkpoint, device=device, decodable_vocab_size=decodable_vocab_size)
+
+
+def bind_ops(config: EngineConfig, checkpoint: Checkpoint, *, device: Device) -> None:
+    """Bind every op that `build_worker` binds, of the model and of sampling, and read no weight."""
+    model_config = read_config(checkpoint.config, architecture_of(checkpoint.config))
+    dtype = _dtype(config, model_config, checkpoint)
+    model = _build_model(config, model_config, checkpoint, device=device, dtype=dtype)
+    _make_sampler(config, device, vocab_size=model.vocab_size, decodable_vocab_size=model.vocab_size)
+
+
+def _build_worker(
+    config: EngineConfig, checkpoint: Checkpoint, *, device: Device, decodable_vocab_size: int | None
+) -> Worker:
     phases: dict[str, float] = {}
     with _phase(phases, "build model"):
         architecture = architecture_of(checkpoint.config)
@@ -66,7 +82,11 @@ def build_worker(
             kind=device.kind,
         )
         batch = _make_batch(config, plan)
-    with _phase(phases, "load weights"), _progress(model.parameters, checkpoint) as on_tensor:
+    with (
+        _phase(phases, "load weights"),
+        _progress(model.parameters, checkpoint) as on_tensor,
+        device.loading(),
+    ):
         load_parameters(model.parameters, checkpoint, on_tensor=on_tensor)
     with _phase(phases, "allocate memory"):
         model.prepare(plan.max_model_len)
@@ -84,20 +104,15 @@ def build_worker(
             block_size=spec.block_size,
             num_blocks=plan.num_blocks,
             kv_cache_bytes=plan.num_blocks * spec.block_bytes,
+            max_steps_in_flight=_steps_in_flight(config, device),
             phases=phases,
         )
         storage = KvStorage(device, spec, num_blocks=plan.num_blocks)
         worker = _assemble(config, model, storage, batch, device=device, limits=limits, info=info)
     with _phase(phases, "warm up"):
         _warm_up(worker)
+        worker.tune()
     return worker
-
-
-def bind_model(config: EngineConfig, checkpoint: Checkpoint, *, device: Device) -> Model:
-    """The model with every op bound and no weight read; what `build_worker` begins with."""
-    model_config = read_config(checkpoint.config, architecture_of(checkpoint.config))
-    dtype = _dtype(config, model_config, checkpoint)
-    return _build_model(config, model_config, checkpoint, device=device, dtype=dtype)
 
 
 @contextmanager
@@ -182,6 +197,12 @@ def _step_limits(config: EngineConfig, model_config: ModelConfig, device: Device
     )
 
 
+def _steps_in_flight(config: EngineConfig, device: Device) -> int:
+    """Two, so that the device finds the next step when it is done with one, where it works by itself."""
+    asked = config.scheduler.async_scheduling
+    return 2 if (device.is_asynchronous if asked is None else asked) else 1
+
+
 def _make_batch(config: EngineConfig, plan: KvPlan) -> InputBatch:
     try:
         return InputBatch(
@@ -212,15 +233,25 @@ def _assemble(
         storage=storage,
         limits=dataclasses.replace(limits, max_blocks=batch.max_blocks),
         use_graphs=not config.enforce_eager,
+        max_steps_in_flight=info.max_steps_in_flight,
     )
-    sampler = Sampler(
-        device,
-        vocab_size=info.vocab_size,
-        decodable_vocab_size=info.decodable_vocab_size,
-        max_num_seqs=config.scheduler.max_num_seqs,
-        max_logprobs=config.model.max_logprobs,
+    sampler = _make_sampler(
+        config, device, vocab_size=info.vocab_size, decodable_vocab_size=info.decodable_vocab_size
     )
     return Worker(runner, sampler, batch, device=device, info=info)
+
+
+def _make_sampler(
+    config: EngineConfig, device: Device, *, vocab_size: int, decodable_vocab_size: int
+) -> Sampler:
+    return Sampler(
+        device,
+        vocab_size=vocab_size,
+        decodable_vocab_size=decodable_vocab_size,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_logprobs=config.model.max_logprobs,
+        max_steps_in_flight=_steps_in_flight(config, device),
+    )
 
 
 def _warm_up(worker: Worker) -> None:

@@ -12,12 +12,27 @@ from typing import Generic, TypeVar
 
 from pegainfer.runtime.device import Device, Graph
 
-__all__ = ["GraphCache", "GraphKey"]
+__all__ = ["GraphCache", "GraphKey", "padded_size"]
 
 ResultT = TypeVar("ResultT")
 
 GraphKey = tuple[int, int, int]
 """`(num_tokens, num_requests, num_logits)`."""
+
+
+_SMALL_SIZES = (1, 2, 4, 8, 12, 16)
+
+
+def padded_size(count: int) -> int:
+    """The size that `count` rows are padded to: 1, 2, 4, 8, 12, 16, then multiples of 8 to 256, of 16 beyond.
+
+    Gaps are small, so that padding costs little, and sizes few, so that most steps find a graph.
+    """
+    for size in _SMALL_SIZES:
+        if count <= size:
+            return size
+    granularity = 8 if count <= 256 else 16
+    return -(-count // granularity) * granularity
 
 
 class GraphCache(Generic[ResultT]):

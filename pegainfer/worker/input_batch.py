@@ -15,7 +15,7 @@ import numpy as np
 from pegainfer.scheduler.plan import NewRequest, ScheduledRequest
 from pegainfer.worker.staging import StagingBuffer
 
-__all__ = ["InputBatch", "StepLayout"]
+__all__ = ["InputBatch", "IntArray", "StepLayout"]
 
 IntArray = np.ndarray[Any, np.dtype[np.integer[Any]]]
 
@@ -25,7 +25,8 @@ class StepLayout:
     """Where the requests of a step stand in its arrays, in the order of the plan.
 
     Request `i` has the row `rows[i]` and the tokens `[starts[i], starts[i] + counts[i])` at the step's
-    positions `[offsets[i], offsets[i + 1])`. `sampling` lists the `i` that sample.
+    positions `[offsets[i], offsets[i + 1])`. `sampling` lists the `i` that sample. `has_pending`: some tokens
+    are those of a sampling that has not been read yet (see `ops.feed`).
     """
 
     rows: IntArray
@@ -33,6 +34,7 @@ class StepLayout:
     counts: IntArray
     offsets: IntArray
     sampling: IntArray
+    has_pending: bool
 
     @property
     def num_tokens(self) -> int:
@@ -88,17 +90,27 @@ class InputBatch:
             self._free.append(row)
         return row
 
-    def append_tokens(self, rows: IntArray, token_ids: IntArray) -> None:
-        """Add one token to each of `rows`."""
-        self.tokens[rows, self.num_tokens[rows]] = token_ids
+    def append_pending(self, rows: IntArray) -> IntArray:
+        """Add to each of `rows` the token that the sampling of these rows, in this order, will yield, and
+        return where they stand. Until `resolve` the token of `rows[i]` is `~i`, as `ops.feed` reads it; no
+        other sampling may begin while one is pending, but in the step that computes these tokens.
+        """
+        positions = self.num_tokens[rows]
+        self.tokens[rows, positions] = ~np.arange(len(rows))
         self.num_tokens[rows] += 1
+        return positions
+
+    def resolve(self, rows: IntArray, positions: IntArray, token_ids: IntArray) -> None:
+        """Tokens that were pending."""
+        self.tokens[rows, positions] = token_ids
 
     def history(self, row: int) -> IntArray:
         """The tokens of a row: prompt, then output."""
         return self.tokens[row, : self.num_tokens[row]]
 
     def prepare(self, scheduled: Sequence[ScheduledRequest], staging: StagingBuffer) -> StepLayout:
-        """Write a step's inputs to `staging`: the fields of `ForwardBatch` by name."""
+        """Write a step's inputs to the next arrays of `staging`: the fields of `ForwardBatch` by name."""
+        staging.advance()
         rows = np.array([self._rows[entry.request_id] for entry in scheduled], np.int64)
         starts = np.array([entry.num_computed_tokens for entry in scheduled], np.int64)
         counts = np.array([entry.num_tokens for entry in scheduled], np.int64)
@@ -112,25 +124,35 @@ class InputBatch:
         assert (ends <= self.num_tokens[rows]).all(), "a step goes beyond known tokens"
         assert (ends <= self._num_blocks[rows] * self.block_size).all(), "a step goes beyond its blocks"
         sampling = np.array([i for i, entry in enumerate(scheduled) if entry.samples], np.int64)
-        layout = StepLayout(rows, starts, counts, offsets, sampling)
-        self._fill(layout, ends, staging.host)
-        return layout
+        has_pending = self._fill(rows, starts, counts, offsets, staging.host)
+        return StepLayout(rows, starts, counts, offsets, sampling, has_pending)
 
-    def _fill(self, layout: StepLayout, ends: IntArray, host: dict[str, np.ndarray[Any, Any]]) -> None:
-        num_tokens, num_requests = layout.num_tokens, layout.num_requests
+    def _fill(
+        self,
+        rows: IntArray,
+        starts: IntArray,
+        counts: IntArray,
+        offsets: IntArray,
+        host: dict[str, np.ndarray[Any, Any]],
+    ) -> bool:
+        """Write the inputs; whether one of the tokens is pending."""
+        num_tokens, num_requests = int(offsets[-1]), len(rows)
         if num_tokens == num_requests:
-            row_of_token, positions = layout.rows, layout.starts
+            row_of_token, positions = rows, starts
         else:
-            row_of_token = np.repeat(layout.rows, layout.counts)
-            positions = np.arange(num_tokens) + np.repeat(layout.starts - layout.offsets[:-1], layout.counts)
+            row_of_token = np.repeat(rows, counts)
+            positions = np.arange(num_tokens) + np.repeat(starts - offsets[:-1], counts)
         blocks, within = np.divmod(positions, self.block_size)
-        host["token_ids"][:num_tokens] = self.tokens[row_of_token, positions]
+        token_ids = self.tokens[row_of_token, positions]
+        host["token_ids"][:num_tokens] = token_ids
         host["positions"][:num_tokens] = positions
         host["slot_mapping"][:num_tokens] = self.block_tables[row_of_token, blocks] * self.block_size + within
-        host["query_start_loc"][: num_requests + 1] = layout.offsets
+        host["query_start_loc"][: num_requests + 1] = offsets
+        ends = starts + counts
         host["seq_lens"][:num_requests] = ends
         width = -(-int(ends.max()) // self.block_size)
-        host["block_tables"][:num_requests, :width] = self.block_tables[layout.rows, :width]
+        host["block_tables"][:num_requests, :width] = self.block_tables[rows, :width]
+        return bool(token_ids.min() < 0)
 
     def _extend_table(self, row: int, block_ids: list[int]) -> None:
         start = int(self._num_blocks[row])

@@ -29,6 +29,11 @@ class KvStorage:
         )
 
     @property
+    def block_size(self) -> int:
+        """Tokens a block."""
+        return self.spec.block_size
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all blocks."""
         return self.num_blocks * self.spec.block_bytes

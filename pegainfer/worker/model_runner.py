@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from pegainfer.models.base import ForwardBatch, Model
 from pegainfer.runtime.arena import Arena
 from pegainfer.runtime.device import Device
 from pegainfer.runtime.dtypes import DType
 from pegainfer.runtime.tensor import Tensor
-from pegainfer.worker.graphs import GraphCache
+from pegainfer.worker.graphs import GraphCache, GraphKey, padded_size
 from pegainfer.worker.input_batch import StepLayout
 from pegainfer.worker.kv_storage import KvStorage
 from pegainfer.worker.staging import StagingBuffer
 
 __all__ = ["ModelRunner", "StepLimits", "StepResult"]
+
+_MAX_PADDED_TOKENS = 256
+"""Steps of up to this many tokens are recorded whatever they consist of, where graphs are padded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,36 +66,72 @@ class ModelRunner:
     """A model with the memory of its steps. Everything is enqueued on the device's stream, in order."""
 
     def __init__(
-        self, model: Model, device: Device, *, storage: KvStorage, limits: StepLimits, use_graphs: bool
+        self,
+        model: Model,
+        device: Device,
+        *,
+        storage: KvStorage,
+        limits: StepLimits,
+        use_graphs: bool,
+        max_steps_in_flight: int,
     ) -> None:
         self._model = model
         self._storage = storage
         self._limits = limits
-        self.staging = StagingBuffer(device, limits.staging_fields)
+        self.staging = StagingBuffer(device, limits.staging_fields, copies=max_steps_in_flight)
         self._arena = Arena(device, model.forward_bytes(limits.num_tokens))
         # Logits have an arena of their own: a replayed forward does not tell where its arena was left.
         self._logits_arena = Arena(device, model.logits_bytes(limits.num_logits))
         self._graphs: GraphCache[StepResult] | None = GraphCache(device) if use_graphs else None
+        # Where recording is cheap and rows are not, as on the CPU, each size has its own graph.
+        self._pads = device.is_asynchronous
 
-    def forward(self, layout: StepLayout) -> StepResult:
-        """Run the step whose inputs are in the staging."""
+    def forward(self, layout: StepLayout, feed: Callable[[Tensor], None]) -> StepResult:
+        """Run the step whose inputs are in the staging. `feed` enqueues the replacement of pending tokens."""
         sampled = layout.sampled_positions
         num_sampled = len(sampled)
         self.staging.host["sampled_rows"][:num_sampled] = sampled
         num_logits = num_sampled if num_sampled <= self._limits.num_logits else 0
-        num_tokens, num_requests = layout.num_tokens, layout.num_requests
-        self.staging.upload(num_requests)
+        used = (layout.num_tokens, layout.num_requests, num_logits)
+        key = self._graph_key(layout, num_logits)
+        if key is not None:
+            self._fill_up(used, key)
+        self.staging.upload(layout.num_requests)
+        if layout.has_pending:
+            feed(self.staging.tensors["token_ids"].rows(layout.num_tokens))
 
         def launch() -> StepResult:
+            num_tokens, num_requests, num_logits = key or used
             hidden = self._model.forward(self._batch(num_tokens, num_requests))
             return StepResult(
                 hidden, self._logits(hidden, "sampled_rows", 0, num_logits) if num_logits else None
             )
 
-        # Only decode steps come back in the same sizes; recording the others would push these out.
-        if self._graphs is None or num_tokens != num_requests:
+        if key is None or self._graphs is None:
             return launch()
-        return self._graphs.run((num_tokens, num_requests, num_logits), launch)
+        result = self._graphs.run(key, launch)
+        return StepResult(result.hidden, result.logits.rows(num_logits) if result.logits else None)
+
+    def rehearse(self, num_tokens: int) -> None:
+        """Run the model, and the head where it serves so many rows, on made-up tokens that leave no trace."""
+        longest = self._limits.max_blocks * self._storage.block_size
+        starts = [*range(0, num_tokens, longest), num_tokens]
+        num_requests = len(starts) - 1
+        if num_requests > self._limits.num_requests:
+            return
+        self.staging.advance()
+        host, rows = self.staging.host, np.arange(num_tokens)
+        host["token_ids"][:num_tokens] = rows % self._model.vocab_size
+        host["positions"][:num_tokens] = 0
+        host["slot_mapping"][:num_tokens] = -1
+        host["query_start_loc"][: num_requests + 1] = starts
+        host["seq_lens"][:num_requests] = np.diff(starts)
+        host["block_tables"][:num_requests] = 0
+        host["scored_rows"][:num_tokens] = rows
+        self.staging.upload(num_requests)
+        hidden = self._model.forward(self._batch(num_tokens, num_requests))
+        if num_tokens <= self._limits.num_logits:
+            self._logits(hidden, "scored_rows", 0, num_tokens)
 
     def each_logits(
         self, hidden: Tensor, rows: str, num_rows: int, consume: Callable[[Tensor, int], None]
@@ -102,6 +143,41 @@ class ModelRunner:
         step = self._limits.num_logits
         for start in range(0, num_rows, step):
             consume(self._logits(hidden, rows, start, min(start + step, num_rows)), start)
+
+    def _graph_key(self, layout: StepLayout, num_logits: int) -> GraphKey | None:
+        """Sizes of the graph that serves a step; None: the step is launched as it is.
+
+        Decode steps come back in the same sizes; with padding, other small ones do, too. Recording the others
+        would push these out.
+        """
+        num_tokens, num_requests = layout.num_tokens, layout.num_requests
+        is_decode = num_tokens == num_requests
+        if self._graphs is None:
+            return None
+        if not self._pads:
+            return (num_tokens, num_requests, num_logits) if is_decode else None
+        limits = self._limits
+        requests = min(padded_size(num_requests), limits.num_requests)
+        logits = min(padded_size(num_logits), limits.num_logits, limits.num_requests) if num_logits else 0
+        if is_decode:
+            return requests, requests, logits
+        tokens = padded_size(num_tokens)
+        if tokens == requests:  # that would look like a decode step
+            tokens = padded_size(tokens + 1)
+        if tokens > min(limits.num_tokens, _MAX_PADDED_TOKENS):
+            return None
+        return tokens, requests, logits
+
+    def _fill_up(self, used: GraphKey, padded: GraphKey) -> None:
+        """Inputs of rows that touch nothing: no token, no slot, no keys; requests without tokens."""
+        host = self.staging.host
+        (num_tokens, num_requests, num_logits), (tokens, requests, logits) = used, padded
+        host["token_ids"][num_tokens:tokens] = -1
+        host["positions"][num_tokens:tokens] = 0
+        host["slot_mapping"][num_tokens:tokens] = -1
+        host["query_start_loc"][num_requests + 1 : requests + 1] = num_tokens
+        host["seq_lens"][num_requests:requests] = 0
+        host["sampled_rows"][num_logits:logits] = -1
 
     def _batch(self, num_tokens: int, num_requests: int) -> ForwardBatch:
         self._arena.reset()

@@ -10,16 +10,17 @@ from typing import Any
 
 import numpy as np
 
+from pegainfer.ops.feed import FeedTokensFacts, feed_tokens
 from pegainfer.ops.op import Launcher, bind
 from pegainfer.ops.sampling import SamplingFacts, sample, token_logprobs
-from pegainfer.runtime.device import Device
+from pegainfer.runtime.device import Device, Download
 from pegainfer.runtime.dtypes import DType
 from pegainfer.runtime.tensor import Tensor
 from pegainfer.scheduler.plan import TokenLogprobs
 from pegainfer.worker.input_batch import InputBatch
 from pegainfer.worker.sampling_inputs import SamplingInputs, slice_arguments
 
-__all__ = ["Sampler", "SamplingStep", "ScoredTokens"]
+__all__ = ["SampledDownload", "Sampler", "SamplingStep", "ScoredDownload", "ScoredTokens"]
 
 Array = np.ndarray[Any, Any]
 
@@ -52,23 +53,54 @@ class ScoredTokens:
             "top_logprobs": self.top_logprobs.slice(0, start, stop),
         }
 
-    def fetch(self, device: Device, token_ids: list[int], nums: list[int]) -> list[TokenLogprobs | None]:
-        """The first rows on the host: token `token_ids[i]` with `nums[i]` alternatives, None where that is
-        negative.
-        """
-        count = len(token_ids)
-        logprobs = device.to_numpy(self.logprobs.rows(count)).tolist()
-        ranks = device.to_numpy(self.ranks.rows(count)).tolist()
-        ids, values = (
-            device.to_numpy(self.top_ids.rows(count)),
-            device.to_numpy(self.top_logprobs.rows(count)),
+    def first_rows(self, count: int) -> tuple[Tensor, ...]:
+        """The arrays of the first `count` rows, in the order of the fields."""
+        arrays = (self.logprobs, self.ranks, self.top_ids, self.top_logprobs)
+        return tuple(array.rows(count) for array in arrays)
+
+
+def _token_logprobs(arrays: list[Array], token_ids: list[int], nums: list[int]) -> list[TokenLogprobs | None]:
+    """Host copies of `ScoredTokens.first_rows` as token `token_ids[i]` with `nums[i]` alternatives, None
+    where that is negative.
+    """
+    logprobs, ranks, ids, values = arrays
+    return [
+        TokenLogprobs(
+            token, float(logprobs[i]), int(ranks[i]), ids[i, :num].tolist(), values[i, :num].tolist()
         )
-        return [
-            TokenLogprobs(token, logprobs[i], ranks[i], ids[i, :num].tolist(), values[i, :num].tolist())
-            if num >= 0
-            else None
-            for i, (token, num) in enumerate(zip(token_ids, nums, strict=True))
-        ]
+        if num >= 0
+        else None
+        for i, (token, num) in enumerate(zip(token_ids, nums, strict=True))
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredDownload:
+    """Log-probabilities of given tokens, under way to the host."""
+
+    download: Download
+    token_ids: list[int]
+    num_logprobs: list[int]
+
+    def wait(self) -> list[TokenLogprobs | None]:
+        """One a token; None where none was asked for."""
+        return _token_logprobs(self.download.wait(), self.token_ids, self.num_logprobs)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledDownload:
+    """Sampled tokens and their log-probabilities, under way to the host."""
+
+    download: Download
+    num_logprobs: Array
+
+    def wait(self) -> tuple[list[int], list[TokenLogprobs | None]]:
+        """Token (-1: none could be chosen) and log-probabilities of each row."""
+        sampled, *scored = self.download.wait()
+        token_ids: list[int] = sampled.tolist()
+        if not scored:
+            return token_ids, [None] * len(token_ids)
+        return token_ids, _token_logprobs(scored, token_ids, self.num_logprobs.tolist())
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +129,11 @@ class Sampler:
         decodable_vocab_size: int,
         max_num_seqs: int,
         max_logprobs: int,
+        max_steps_in_flight: int = 1,
     ) -> None:
-        self.inputs = SamplingInputs(device, vocab_size=vocab_size, max_num_seqs=max_num_seqs)
+        self.inputs = SamplingInputs(
+            device, vocab_size=vocab_size, max_num_seqs=max_num_seqs, copies=max_steps_in_flight
+        )
         self._device = device
         self._sizes = (vocab_size, decodable_vocab_size)
         self._max_num_seqs = max_num_seqs
@@ -107,7 +142,8 @@ class Sampler:
         self._bind(self._width)
         if max_logprobs < 0:
             self._bind(vocab_size)  # a device that cannot do it says so at start
-        self._sampled = device.empty((max_num_seqs,), DType.int32)
+        self._feed = bind(feed_tokens, FeedTokensFacts(), device)
+        self._sampled = device.zeros((max_num_seqs,), DType.int32)
         self._scored = ScoredTokens.empty(device, max_num_seqs, self._width)
 
     @property
@@ -115,9 +151,13 @@ class Sampler:
         """Device memory of the fixed arrays."""
         return self.inputs.nbytes + self._scored.top_ids.nbytes + self._scored.top_logprobs.nbytes
 
+    def feed(self, token_ids: Tensor) -> None:
+        """Enqueue the replacement, in int32 `[T]`, of tokens that are pending; see `ops.feed`."""
+        self._feed(token_ids=token_ids, sampled=self._sampled)
+
     def begin(self, rows: Array, batch: InputBatch) -> SamplingStep:
         """Prepare a step in which `rows` sample, in this order."""
-        arguments, nums = self.inputs.gather(rows, batch)
+        arguments, nums = self.inputs.gather(rows, batch, self.feed)
         width = self._width_for(int(nums.max(initial=0)))
         scored = self._scored
         if width > self._width:
@@ -134,16 +174,23 @@ class Sampler:
             **step.scored.arguments(start, stop),
         )
 
-    def collect(self, step: SamplingStep) -> tuple[list[int], list[TokenLogprobs | None]]:
-        """Token (-1: none could be chosen) and log-probabilities of each row, once the stream is done."""
-        token_ids = self._device.to_numpy(self._sampled.rows(step.num_rows)).tolist()
-        if step.num_logprobs.max(initial=-1) < 0:
-            return token_ids, [None] * step.num_rows
-        return token_ids, step.scored.fetch(self._device, token_ids, step.num_logprobs.tolist())
+    def download(self, step: SamplingStep) -> SampledDownload:
+        """Send what the step yielded to the host, once all its rows have been sampled."""
+        tensors = [self._sampled.rows(step.num_rows)]
+        if step.num_logprobs.max(initial=-1) >= 0:
+            tensors += step.scored.first_rows(step.num_rows)
+        return SampledDownload(self._device.download(tensors), step.num_logprobs)
 
     def begin_scores(self, num_rows: int, num_logprobs: int) -> ScoredTokens:
         """Arrays for the log-probabilities of `num_rows` given tokens with `num_logprobs` alternatives."""
         return ScoredTokens.empty(self._device, num_rows, self._width_for(num_logprobs))
+
+    def download_scores(
+        self, scored: ScoredTokens, token_ids: list[int], num_logprobs: list[int]
+    ) -> ScoredDownload:
+        """Send the scores of `token_ids`, with `num_logprobs` alternatives each, to the host."""
+        download = self._device.download(scored.first_rows(len(token_ids)))
+        return ScoredDownload(download, token_ids, num_logprobs)
 
     def score(
         self, logits: Tensor, targets: Tensor, scored: ScoredTokens, *, start: int, num_logprobs: int

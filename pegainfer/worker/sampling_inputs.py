@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from pegainfer.runtime.dtypes import DType
 from pegainfer.runtime.tensor import Tensor
 from pegainfer.scheduler.plan import NewRequest
 from pegainfer.worker.input_batch import InputBatch
-from pegainfer.worker.staging import StagingBuffer
+from pegainfer.worker.staging import RaggedStaging, StagingBuffer
 
 __all__ = ["SamplingInputs", "slice_arguments"]
 
@@ -29,7 +30,8 @@ _PARAMETERS = {
     "seeds": DType.uint64,
     "num_logprobs": DType.int32,
 }
-_RAGGED = ("history", "bias_ids", "bias_values")
+_RAGGED = {"history": DType.int32, "bias_ids": DType.int32, "bias_values": DType.float32}
+_NOTHING = np.zeros(1, np.int32)
 _SEED_MASK = (1 << 64) - 1
 
 
@@ -53,8 +55,7 @@ class _Extras:
 class SamplingInputs:
     """Parameters of up to `max_num_seqs` rows, and their staging."""
 
-    def __init__(self, device: Device, *, vocab_size: int, max_num_seqs: int) -> None:
-        self._device = device
+    def __init__(self, device: Device, *, vocab_size: int, max_num_seqs: int, copies: int) -> None:
         self._vocab_size = vocab_size
         self._rows = {name: np.zeros(max_num_seqs, dtype.numpy) for name, dtype in _PARAMETERS.items()}
         self._extras: dict[int, _Extras] = {}
@@ -65,12 +66,10 @@ class SamplingInputs:
         fields["prompt_lens"] = ((max_num_seqs,), DType.int32)
         fields["history_start"] = ((max_num_seqs + 1,), DType.int32)
         fields["bias_start"] = ((max_num_seqs + 1,), DType.int32)
-        self._staging = StagingBuffer(device, fields)
-        self._empty = {
-            "history": device.zeros((1,), DType.int32),
-            "bias_ids": device.zeros((1,), DType.int32),
-            "bias_values": device.zeros((1,), DType.float32),
-        }
+        self._staging = StagingBuffer(device, fields, copies=copies)
+        self._ragged = {name: RaggedStaging(device, dtype, copies=copies) for name, dtype in _RAGGED.items()}
+        self._empty = {name: staging.put(_NOTHING) for name, staging in self._ragged.items()}
+        self._allowed = RaggedStaging(device, DType.uint32, copies=copies)
 
     @property
     def nbytes(self) -> int:
@@ -104,12 +103,15 @@ class SamplingInputs:
             return -1
         return self._vocab_size if count < 0 else min(count, self._vocab_size)
 
-    def gather(self, rows: Array, batch: InputBatch) -> tuple[dict[str, Tensor | None], Array]:
+    def gather(
+        self, rows: Array, batch: InputBatch, feed: Callable[[Tensor], None]
+    ) -> tuple[dict[str, Tensor | None], Array]:
         """Arguments of `sample` for `rows`, one step's inputs, and the host's copy of `num_logprobs`.
 
-        The arguments live until the next call.
+        The arguments live until the next call. `feed` enqueues the replacement of pending tokens.
         """
         count = len(rows)
+        self._staging.advance()
         host, tensors = self._staging.host, self._staging.tensors
         for name, values in self._rows.items():
             host[name][:count] = values[rows]
@@ -122,25 +124,22 @@ class SamplingInputs:
         extras = [self._extras.get(int(row)) for row in rows] if self._extras else []
         if any(extras):
             host["prompt_lens"][:count] = prompts
-            self._gather_history(rows, extras, batch, arguments)
+            history = self._gather_history(rows, extras, batch)
+            staged = arguments["history"] = self._ragged["history"].put(history)
+            if history.min() < 0:
+                feed(staged)
             self._gather_bias(extras, host["counters"], arguments)
             self._gather_allowed(extras, arguments)
         self._staging.upload(count + 1)
         return arguments, self._rows["num_logprobs"][rows]
 
-    def _gather_history(
-        self,
-        rows: Array,
-        extras: list[_Extras | None],
-        batch: InputBatch,
-        arguments: dict[str, Tensor | None],
-    ) -> None:
+    def _gather_history(self, rows: Array, extras: list[_Extras | None], batch: InputBatch) -> Array:
         parts = [
             batch.history(int(row)) if extra and extra.has_penalties else batch.history(int(row))[:0]
             for row, extra in zip(rows, extras, strict=True)
         ]
         np.cumsum([len(part) for part in parts], out=self._staging.host["history_start"][1 : len(parts) + 1])
-        arguments["history"] = self._device.from_numpy(np.concatenate([*parts, np.zeros(1, np.int32)]))
+        return np.concatenate([*parts, _NOTHING])
 
     def _gather_bias(
         self, extras: list[_Extras | None], counters: Array, arguments: dict[str, Tensor | None]
@@ -152,14 +151,14 @@ class SamplingInputs:
         np.cumsum([len(bias) for bias in biases], out=self._staging.host["bias_start"][1 : len(biases) + 1])
         ids = [token for bias in biases for token in bias]
         values = [value for bias in biases for value in bias.values()]
-        arguments["bias_ids"] = self._device.from_numpy(np.array([*ids, 0], np.int32))
-        arguments["bias_values"] = self._device.from_numpy(np.array([*values, 0.0], np.float32))
+        arguments["bias_ids"] = self._ragged["bias_ids"].put(np.array([*ids, 0], np.int32))
+        arguments["bias_values"] = self._ragged["bias_values"].put(np.array([*values, 0.0], np.float32))
 
     def _gather_allowed(self, extras: list[_Extras | None], arguments: dict[str, Tensor | None]) -> None:
         if any(extra and extra.allowed is not None for extra in extras):
             everything = np.full(-(-self._vocab_size // 32), 0xFFFFFFFF, np.uint32)
             masks = [extra.allowed if extra and extra.allowed is not None else everything for extra in extras]
-            arguments["allowed"] = self._device.from_numpy(np.stack(masks))
+            arguments["allowed"] = self._allowed.put(np.stack(masks))
 
     def _extras_of(self, request: NewRequest) -> _Extras | None:
         params = request.params

@@ -9,13 +9,13 @@ from itertools import islice
 
 import numpy as np
 
-from pegainfer.runtime.device import Device
+from pegainfer.runtime.device import Device, Download
 from pegainfer.runtime.tensor import Tensor
 from pegainfer.scheduler.plan import NewRequest, SampledToken, StepOutput, StepPlan, TokenLogprobs
 from pegainfer.worker.base import WorkerInfo
-from pegainfer.worker.input_batch import InputBatch, StepLayout
-from pegainfer.worker.model_runner import ModelRunner
-from pegainfer.worker.sampler import Sampler, SamplingStep, ScoredTokens
+from pegainfer.worker.input_batch import InputBatch, IntArray, StepLayout
+from pegainfer.worker.model_runner import ModelRunner, StepResult
+from pegainfer.worker.sampler import SampledDownload, Sampler, SamplingStep, ScoredDownload
 
 __all__ = ["Worker"]
 
@@ -26,25 +26,40 @@ _NOT_FINITE = "the log-probabilities of the prompt are not finite"
 
 
 @dataclass(frozen=True, slots=True)
+class _SampledTokens:
+    """What the rows of a step sample, and where in the rows these tokens belong."""
+
+    download: SampledDownload
+    rows: IntArray
+    positions: IntArray
+
+
+@dataclass(frozen=True, slots=True)
 class _PromptScores:
     """Which prompt tokens a step scores: those of request `i` of the step are the next `counts[i]` rows."""
 
-    scored: ScoredTokens
-    token_ids: list[int]
-    num_logprobs: list[int]
+    download: ScoredDownload
     counts: dict[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
+    """A step whose results are under way; `done` when it has none."""
+
     plan: StepPlan
     layout: StepLayout | None = None
-    sampling: SamplingStep | None = None
+    sampled: _SampledTokens | None = None
     prompt: _PromptScores | None = None
+    done: Download | None = None
 
 
 class Worker:
-    """Implements `worker.base.Worker` on one device; one step is in flight at most."""
+    """Implements `worker.base.Worker` on one device.
+
+    With two steps in flight the second is launched before the tokens of the first have reached the host: it
+    takes them from where the first one's sampling leaves them. With three, tokens could be pending from two
+    samplings at once, which is why there are not more.
+    """
 
     def __init__(
         self, runner: ModelRunner, sampler: Sampler, batch: InputBatch, *, device: Device, info: WorkerInfo
@@ -66,7 +81,7 @@ class Worker:
     def submit(self, plan: StepPlan) -> None:
         """Enqueue a step."""
         if len(self._in_flight) >= self._info.max_steps_in_flight:
-            raise RuntimeError("a step was submitted before the previous one was collected")
+            raise RuntimeError("a step was submitted before the oldest one was collected")
         for request_id in plan.released:
             self._forget(request_id)
         for request in plan.new_requests:
@@ -78,8 +93,14 @@ class Worker:
         step = self._in_flight.popleft()
         if step.layout is None:
             return StepOutput(step.plan.step_id, [])
-        self._device.stream.synchronize()
+        if step.done is not None:
+            step.done.wait()
         return StepOutput(step.plan.step_id, self._results(step, step.layout))
+
+    def tune(self) -> None:
+        """Let the device measure what it does not know yet about this model; before the first request."""
+        self._device.tune(self._runner.rehearse, self._info.max_num_batched_tokens)
+        self._device.stream.synchronize()
 
     def close(self) -> None:
         """Free the device."""
@@ -119,16 +140,21 @@ class Worker:
 
     def _launch(self, plan: StepPlan) -> _InFlight:
         layout = self._batch.prepare(plan.scheduled, self._runner.staging)
-        result = self._runner.forward(layout)
-        sampling = None
-        if len(layout.sampling):
-            sampling = self._sampler.begin(layout.rows[layout.sampling], self._batch)
-            if result.logits is not None:
-                self._sampler.sample(sampling, result.logits)
-            else:
-                self._sample_slices(result.hidden, sampling)
+        result = self._runner.forward(layout, self._sampler.feed)
+        sampled = self._sample(layout, result) if len(layout.sampling) else None
         prompt = self._score_prompts(layout, result.hidden) if self._prompt_logprobs else None
-        return _InFlight(plan, layout, sampling, prompt)
+        done = self._device.download([]) if sampled is None and prompt is None else None
+        return _InFlight(plan, layout, sampled, prompt, done)
+
+    def _sample(self, layout: StepLayout, result: StepResult) -> _SampledTokens:
+        """Enqueue the sampling of a step; its tokens are pending in their rows from now on."""
+        rows = layout.rows[layout.sampling]
+        step = self._sampler.begin(rows, self._batch)
+        if result.logits is not None:
+            self._sampler.sample(step, result.logits)
+        else:
+            self._sample_slices(result.hidden, step)
+        return _SampledTokens(self._sampler.download(step), rows, self._batch.append_pending(rows))
 
     def _sample_slices(self, hidden: Tensor, sampling: SamplingStep) -> None:
         self._runner.each_logits(
@@ -173,7 +199,8 @@ class Worker:
             )
 
         self._runner.each_logits(hidden, "scored_rows", total, score)
-        return _PromptScores(scored, host["scored_tokens"][:total].tolist(), nums, counts)
+        token_ids = host["scored_tokens"][:total].tolist()
+        return _PromptScores(self._sampler.download_scores(scored, token_ids, nums), counts)
 
     def _results(self, step: _InFlight, layout: StepLayout) -> list[SampledToken]:
         tokens, logprobs = self._sampled(step, layout)
@@ -202,16 +229,17 @@ class Worker:
         self, step: _InFlight, layout: StepLayout
     ) -> tuple[dict[int, int], dict[int, TokenLogprobs | None]]:
         """Tokens and log-probabilities by index in the step; the tokens become known to their rows."""
-        if step.sampling is None:
+        if step.sampled is None:
             return {}, {}
-        token_ids, logprobs = self._sampler.collect(step.sampling)
-        # A row without a token fails; what is appended to it is never computed.
-        self._batch.append_tokens(layout.rows[layout.sampling], np.maximum(np.array(token_ids, np.int64), 0))
+        token_ids, logprobs = step.sampled.download.wait()
+        # A row without a token fails; whatever stands there instead matters to nobody.
+        known = np.maximum(np.array(token_ids, np.int64), 0)
+        self._batch.resolve(step.sampled.rows, step.sampled.positions, known)
         indices = layout.sampling.tolist()
         return dict(zip(indices, token_ids, strict=True)), dict(zip(indices, logprobs, strict=True))
 
     def _prompt_results(self, prompt: _PromptScores) -> dict[int, list[TokenLogprobs]]:
-        scores = iter(prompt.scored.fetch(self._device, prompt.token_ids, prompt.num_logprobs))
+        scores = iter(prompt.download.wait())
         return {
             index: [score for score in islice(scores, count) if score is not None]
             for index, count in prompt.counts.items()

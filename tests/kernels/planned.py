@@ -12,11 +12,10 @@ from pegainfer.kernels import load_providers
 from pegainfer.kernels.artifacts import PlannedGpu, needed_kernels
 from pegainfer.ops.op import Case, all_ops
 from pegainfer.runtime.cuda.module import KernelSource
-from pegainfer.runtime.device import Device, DeviceKind
+from pegainfer.runtime.device import DeviceKind
 from pegainfer.runtime.dtypes import DType
 from pegainfer.weights.dummy import DummyCheckpoint
-from pegainfer.worker.build import bind_model
-from pegainfer.worker.sampler import Sampler
+from pegainfer.worker.build import bind_ops
 
 __all__ = ["MODELS", "launch_case", "sources_of_cases", "sources_of_model"]
 
@@ -86,13 +85,7 @@ def sources_of_model(name: str, arch: str) -> list[KernelSource]:
     """What one of `MODELS` (cut to one layer) loads on a GPU of `arch` when it is built."""
     config = EngineConfig.from_flat(load_format="dummy")
     checkpoint = DummyCheckpoint(Path(name), MODELS[name], {}, seed=0)
-
-    def bind_all(device: Device) -> None:
-        model = bind_model(config, checkpoint, device=device)
-        size = model.vocab_size
-        Sampler(device, vocab_size=size, decodable_vocab_size=size, max_num_seqs=8, max_logprobs=20)
-
-    return needed_kernels(arch, bind_all)
+    return needed_kernels(arch, lambda device: bind_ops(config, checkpoint, device=device))
 
 
 def launch_case(gpu: PlannedGpu, case: Case[Any], launcher: Any) -> None:
@@ -111,14 +104,20 @@ def launch_case(gpu: PlannedGpu, case: Case[Any], launcher: Any) -> None:
 
 
 def sources_of_cases(arch: str) -> list[KernelSource]:
-    """What the providers load for all parity cases, also at the launch."""
+    """What the providers load for all parity cases. A provider that loads a kernel at a launch fails: what is
+    wrong with a kernel must show when the model is built.
+    """
     load_providers(DeviceKind.cuda)
-    gpu = PlannedGpu(arch)
+    sources: dict[KernelSource, None] = {}
     for op in all_ops().values():
         for case in op.cases(np.random.default_rng(0)):
             for provider in op.providers:
-                if provider.kind is DeviceKind.cuda:
-                    launcher = provider.factory(case.facts, gpu)
-                    if launcher is not None:
-                        launch_case(gpu, case, launcher)
-    return list(gpu.sources)
+                gpu = PlannedGpu(arch)
+                launcher = provider.factory(case.facts, gpu) if provider.kind is gpu.kind else None
+                if launcher is not None:
+                    bound = len(gpu.sources)
+                    launch_case(gpu, case, launcher)
+                    late = list(gpu.sources)[bound:]
+                    assert not late, f"{op.name} loads {late} at its first launch"
+                sources |= gpu.sources
+    return list(sources)

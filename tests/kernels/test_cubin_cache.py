@@ -53,6 +53,53 @@ def test_the_name_depends_on_source_and_headers(tmp_path: Path, monkeypatch: pyt
     assert len(seen) == 4
 
 
+def fake_toolkit(folder: Path, version: str) -> Path:
+    folder.mkdir()
+    (folder / "cuda_runtime_api.h").write_text(f"/* text */\n#define CUDART_VERSION  {version}\n")
+    return folder
+
+
+def test_the_name_depends_on_what_the_toolkit_is_not_on_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = fake_toolkit(tmp_path / "here", "13000"), fake_toolkit(tmp_path / "there", "13000")
+    other, bare = fake_toolkit(tmp_path / "other", "13010"), tmp_path / "bare"
+    paths = []
+    for toolkit in (here, there, other, bare, None):
+        monkeypatch.setattr(module, "_toolkit_include", lambda toolkit=toolkit: toolkit)
+        module._versions.cache_clear()
+        paths.append(cubin_path(SOURCE, ARCH))
+    module._versions.cache_clear()
+    assert paths[0] == paths[1]
+    assert paths[3] == paths[4]
+    assert len(set(paths)) == 3
+
+
+def test_missing_headers_are_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_toolkit_include", lambda: None)
+    with pytest.raises(KernelError, match="CUDA headers are missing: pip install"):
+        compile_cubin(SOURCE, ARCH)
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_files_have_the_permissions_that_the_umask_leaves(umask: int, mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        load_cubin(SOURCE, ARCH)
+    finally:
+        os.umask(before)
+    assert cubin_path(SOURCE, ARCH).stat().st_mode & 0o777 == mode
+
+
+def test_a_write_that_fails_leaves_nothing_behind(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*paths: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    assert load_cubin(SOURCE, ARCH).startswith(ELF)
+    assert [path for path in cache.rglob("*") if path.is_file()] == []
+
+
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "short", "plain cubin", "text"])
 def test_a_damaged_or_foreign_file_is_rebuilt(damage: str) -> None:
     cubin = load_cubin(SOURCE, ARCH)

@@ -31,7 +31,8 @@ _SPILLS = re.compile(r"Function properties for (\w+)\n.*?(\d+) bytes spill store
 def compiler_report(source: KernelSource, arch: str) -> str:
     """What NVRTC and the assembler say about a source; raises `AssertionError` when it does not compile."""
     _, program = nvrtc.nvrtcCreateProgram(source.read().encode(), source.path.encode(), 0, [], [])
-    options = [option.encode() for option in (*module._options(source, arch), "--ptxas-options=-v")]
+    given = (*module._options(source, arch), *module._include_options(), "--ptxas-options=-v")
+    options = [option.encode() for option in given]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
     _, size = nvrtc.nvrtcGetProgramLogSize(program)
     log = bytearray(size)

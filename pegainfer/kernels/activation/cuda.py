@@ -11,18 +11,23 @@ from pegainfer.runtime.tensor import Tensor
 
 __all__: list[str] = []
 
-_THREADS = 256
+_THREADS = 128
+_PER_THREAD = 2
 
 
 @silu_and_mul.provider("cuda", DeviceKind.cuda)
 def _bind(facts: SiluAndMulFacts, device: Device) -> Launcher | None:
     gpu = cuda_device(device)
     source = KernelSource.of(
-        "activation/silu_and_mul.cu", SIZE=facts.size, THREADS=_THREADS, **type_define("ACT", facts.act)
+        "activation/silu_and_mul.cu",
+        SIZE=facts.size,
+        THREADS=_THREADS,
+        PER_THREAD=_PER_THREAD,
+        **type_define("ACT", facts.act),
     )
     kernel = gpu.kernel(source, "silu_and_mul", signature="pppp")
     stream = gpu.stream.handle
-    columns = -(-facts.size // (_THREADS * (8 if facts.size % 8 == 0 else 1)))
+    columns = -(-facts.size // (_THREADS * _PER_THREAD * (8 if facts.size % 8 == 0 else 1)))
 
     def launch(*, gate_up: Tensor, out: Tensor) -> None:
         grid = (out.shape[0], columns)

@@ -9,12 +9,11 @@
 // the predecessor; only the tile with the newest key has to wait for it.
 //
 // A KV block of a layer holds keys [kv_head][16][HEAD_DIM], then values alike.
-// Defines: HEAD_DIM (64, 128, 256), NUM_HEADS, NUM_KV_HEADS (GROUP <= 16), BLOCK_SIZE (multiple of 16), STAGES.
+// Defines: HEAD_DIM (64, 128, 256), NUM_HEADS, NUM_KV_HEADS (GROUP <= 16), BLOCK_SIZE (multiple of 16), WARPS, STAGES.
 #include "cuda/attention.cuh"
 
 using namespace pega;
 
-constexpr int WARPS = 4;
 constexpr int GROUP = NUM_HEADS / NUM_KV_HEADS;
 constexpr int STAGE_BYTES = 2 * TILE_BYTES;
 constexpr int PARTIAL = GROUP * (HEAD_DIM + 2);  // floats of one share: outputs, then maximum and sum of each row
@@ -25,9 +24,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
                            int64_t kv_block_stride, const int* __restrict__ block_tables, int64_t table_stride,
                            const int* __restrict__ seq_lens, act_t* __restrict__ out, int64_t out_stride,
                            float* __restrict__ partial, int* __restrict__ arrivals, float scale_log2) {
-#ifndef LATE
   release_successor();
-#endif
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ float merged[WARPS][GROUP][2], weights[GROUP][MAX_SHARES];
   __shared__ int is_last;
@@ -90,9 +87,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
     __syncwarp();
     ++i;
   }
-#ifdef LATE
-  release_successor();
-#endif
   state.finish();
   __syncthreads();
 

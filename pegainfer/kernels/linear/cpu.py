@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from pegainfer.errors import WeightsError
 from pegainfer.kernels.native import address_of, native_kernel
 from pegainfer.ops.linear import LinearFacts, linear
 from pegainfer.ops.op import Launcher
-from pegainfer.ops.raw_weight import RawWeight
+from pegainfer.ops.raw_weight import RawWeight, require_parts, stack
 from pegainfer.runtime.device import Device, DeviceKind
 from pegainfer.runtime.dtypes import DType, WeightFormat
 from pegainfer.runtime.tensor import Tensor
@@ -52,14 +51,10 @@ class _NativeLinear:
         """Bytes of the packed weight."""
         return packed_bytes(self._facts.format, *self._sizes)
 
-    def pack(self, raw: RawWeight) -> Tensor:
-        """The weight in panels, made from where `raw` lies. Raises `WeightsError` for another one."""
-        if raw.format is not self._facts.format or raw.shape != self._sizes:
-            raise WeightsError(
-                f"expected a {self._facts.format} weight of shape {list(self._sizes)}, "
-                f"got {raw.format} {list(raw.shape)}"
-            )
-        data = np.ascontiguousarray(raw.data)
+    def pack(self, *parts: RawWeight) -> Tensor:
+        """The matrices in panels, a single one from where it lies. Raises `WeightsError` for others."""
+        require_parts(parts, self._facts.format, self._sizes)
+        data = np.ascontiguousarray(stack(parts).data)
         packed = self._device.empty((self.packed_bytes(),), DType.uint8)
         self._pack(data.ctypes.data, *self._sizes, packed.data_ptr)
         self._device.stream.synchronize()

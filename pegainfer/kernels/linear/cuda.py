@@ -6,19 +6,21 @@ ones of usual sizes (see `fp8`).
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pegainfer.errors import WeightsError
 from pegainfer.kernels.cuda_source import cuda_device, type_define
 from pegainfer.kernels.linear.fp8 import Fp8Linear, Fp8NormLinear
 from pegainfer.kernels.linear.skinny import MAX_ROWS, SkinnyGemm
 from pegainfer.ops.linear import LinearFacts, linear
 from pegainfer.ops.norm_linear import NormLinearFacts, norm_linear
 from pegainfer.ops.op import Launcher
-from pegainfer.ops.raw_weight import RawWeight
+from pegainfer.ops.raw_weight import RawWeight, require_parts
+from pegainfer.runtime.cuda.algorithms import Product
 from pegainfer.runtime.cuda.module import KernelSource
 from pegainfer.runtime.device import Device, DeviceKind
 from pegainfer.runtime.dtypes import DType, WeightFormat
@@ -39,12 +41,17 @@ _FORMAT = {
 }
 
 
-def device_rows(gpu: CudaDevice, raw: RawWeight, act: DType) -> Tensor:
-    """A weight in device memory: uint8, row-major in the type `act`."""
-    data = raw.data
-    if raw.format is not _FORMAT[act]:
-        data = raw.dequantize().astype(act.numpy).view(np.uint8)
-    return gpu.from_numpy(data.reshape(-1))
+def device_rows(gpu: CudaDevice, parts: Sequence[RawWeight], act: DType) -> Tensor:
+    """Weights below one another in device memory: uint8, row-major in the type `act`."""
+    sizes = [math.prod(raw.shape) * act.itemsize for raw in parts]
+    rows, start = gpu.empty((sum(sizes),), DType.uint8), 0
+    for raw, size in zip(parts, sizes, strict=True):
+        data = raw.data
+        if raw.format is not _FORMAT[act]:
+            data = raw.dequantize().astype(act.numpy).view(np.uint8)
+        gpu.upload(np.ascontiguousarray(data).reshape(-1), rows.slice(0, start, start + size))
+        start += size
+    return rows
 
 
 class CudaLinear:
@@ -55,8 +62,11 @@ class CudaLinear:
         self._gpu = gpu
         self._plans: dict[tuple[int, int, int], MatmulPlan] = {}
         self._skinny: SkinnyGemm | None = None
-        self._bias_kernel: Kernel | None = None
         self._out = facts.out or facts.act
+        self._bias_kernel: Kernel | None = None
+        if facts.has_bias:
+            source = KernelSource.of("linear/add_bias.cu", **type_define("ACT", self._out))
+            self._bias_kernel = gpu.kernel(source, "add_bias", signature="pppi")
         if SkinnyGemm.serves(facts.act, facts.in_features):
             self._skinny = SkinnyGemm(
                 gpu,
@@ -66,20 +76,20 @@ class CudaLinear:
                 out=self._out,
                 accumulate=facts.accumulate,
             )
+        self._product = Product(facts.out_features, facts.in_features, facts.act, self._out, facts.accumulate)
+        if facts.act is not DType.float32:
+            gpu.products.add(self._product)
 
     def packed_bytes(self) -> int:
         """Bytes of the packed weight."""
         return self._facts.out_features * self._facts.in_features * self._facts.act.itemsize
 
-    def pack(self, raw: RawWeight) -> Tensor:
-        """The weight in device memory; raises `WeightsError` when it is not the one that the facts name."""
-        facts = self._facts
-        if raw.format is not facts.format or raw.shape != (facts.out_features, facts.in_features):
-            raise WeightsError(
-                f"expected a {facts.format} weight of shape [{facts.out_features}, {facts.in_features}], "
-                f"got {raw.format} {list(raw.shape)}"
-            )
-        return device_rows(self._gpu, raw, facts.act)
+    def pack(self, *parts: RawWeight) -> Tensor:
+        """Matrices below one another in device memory; raises `WeightsError` when they are not what the facts
+        name.
+        """
+        require_parts(parts, self._facts.format, (self._facts.out_features, self._facts.in_features))
+        return device_rows(self._gpu, parts, self._facts.act)
 
     def __call__(self, *, x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
         """Enqueue the product."""
@@ -88,31 +98,26 @@ class CudaLinear:
             self._skinny(x, weight, out, bias=bias)
             return
         key = (rows, x.strides[0], out.strides[0])
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._plans[key] = self._plan(x, out)
+        plan = self._plans.get(key) or self._plan(x, weight, out)
         plan.run(x.data_ptr, weight.data_ptr, out.data_ptr)
         if bias is not None:
             self._add_bias(bias, out)
 
-    def _plan(self, x: Tensor, out: Tensor) -> MatmulPlan:
-        facts = self._facts
-        return self._gpu.cublaslt.plan(
-            facts.act,
-            m=x.shape[0],
-            n=facts.out_features,
-            k=facts.in_features,
-            x_stride=x.strides[0],
-            out_stride=out.strides[0],
-            accumulate=facts.accumulate,
-            out_dtype=self._out,
-        )
+    def is_to_be_measured(self, rows: int) -> bool:
+        """Whether the library's algorithms for so many rows are to be compared at the next call."""
+        return self._gpu.cublaslt.algorithms.is_wanted(self._product, rows)
+
+    def _plan(self, x: Tensor, weight: Tensor, out: Tensor) -> MatmulPlan:
+        lt, rows, strides = self._gpu.cublaslt, x.shape[0], (x.strides[0], out.strides[0])
+        plan = lt.plan(self._product, rows, x_stride=strides[0], out_stride=strides[1])
+        if lt.algorithms.is_wanted(self._product, rows):
+            lt.measure(plan, x.data_ptr, weight.data_ptr, out.data_ptr)
+        self._plans[rows, *strides] = plan
+        return plan
 
     def _add_bias(self, bias: Tensor, out: Tensor) -> None:
+        assert self._bias_kernel is not None, "a linear that was bound without a bias was given one"
         columns = self._facts.out_features
-        if self._bias_kernel is None:
-            source = KernelSource.of("linear/add_bias.cu", **type_define("ACT", self._out))
-            self._bias_kernel = self._gpu.kernel(source, "add_bias", signature="pppi")
         grid = (out.shape[0], -(-columns // _BIAS_THREADS))
         arguments = (bias.data_ptr, out.data_ptr, out.strides[0], columns)
         self._bias_kernel.launch(self._gpu.stream.handle, grid, _BIAS_THREADS, *arguments)

@@ -10,31 +10,32 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pegainfer.errors import WeightsError
 from pegainfer.kernels.cuda_source import type_define
 from pegainfer.kernels.linear.expand_fp8 import ExpandFp8, block_scales, packed_fp8_bytes
 from pegainfer.ops.linear import LinearFacts
 from pegainfer.ops.norm_linear import NormLinearFacts
-from pegainfer.ops.op import Launcher
-from pegainfer.ops.raw_weight import RawWeight
+from pegainfer.ops.raw_weight import RawWeight, require_parts
 from pegainfer.runtime.cuda.module import KernelSource
 from pegainfer.runtime.dtypes import FP8_BLOCK, DType, WeightFormat
 from pegainfer.runtime.tensor import Tensor
 
 if TYPE_CHECKING:
+    from pegainfer.kernels.linear.cuda import CudaLinear
     from pegainfer.runtime.cuda.device import CudaDevice
 
 __all__ = ["Fp8Linear", "Fp8NormLinear"]
 
 _WARPS = 8
 _CHUNK = 64  # columns
-_VARIANTS = ((8, 5, 32), (16, 3, 64))  # of skinny_fp8.cu: most tokens, ring stages, weight rows a tile
+_VARIANTS = {8: ((4, 4), (2, 5), (2, 3), (1, 3)), 16: ((4, 3), (2, 4), (2, 2), (1, 2))}
+"""Of skinny_fp8.cu, by most tokens: row tiles and ring stages, the best first."""
+
 _KERNEL_ROWS = 16
 _DIRECT_ROWS = 64
 """Reading the weight once for 16 rows costs a fifth of expanding it: a byte a number, not one read, two
 written and two read again.
 """
-_ONE_A_MULTIPROCESSOR = 117 * 1024  # bytes of shared memory; see skinny.py
+_STATIC_SHARED = 1024  # room for what the kernel declares itself
 
 
 class _SkinnyFp8:
@@ -58,17 +59,22 @@ class _SkinnyFp8:
         self._blocks = min(gpu.num_multiprocessors, n)
         self._stream = gpu.stream.handle
         self._variants = []
-        for tokens, stages, rows in _VARIANTS:
-            defines = {"TOKENS": tokens, "STAGES": stages, "NORM": int(norm), "GATED": int(gated)}
-            if out is DType.float32:
-                defines["OUT_F32"] = 1
-            stage_bytes = rows * _CHUNK + tokens * _CHUNK * 2 + int(norm) * _CHUNK * 4 + rows * 4
-            shared_bytes = _WARPS * stages * stage_bytes + 2 * _WARPS * rows * tokens * 4
+        defines = {"NORM": int(norm), "GATED": int(gated)} | ({"OUT_F32": 1} if out is DType.float32 else {})
+        least = gpu.max_shared_bytes // 2 + _STATIC_SHARED  # one block a multiprocessor; see `SkinnyGemm`
+        for tokens, shapes in _VARIANTS.items():
+            for row_tiles, stages in shapes:
+                rows = 16 * row_tiles
+                stage_bytes = rows * (_CHUNK + 4) + tokens * _CHUNK * 2 + int(norm) * _CHUNK * 4
+                buffers = 1 if tokens > 8 else 2
+                shared_bytes = _WARPS * (stages * stage_bytes + buffers * rows * tokens * 4)
+                if shared_bytes + _STATIC_SHARED <= gpu.max_shared_bytes:
+                    break
+            sizes = {"TOKENS": tokens, "ROW_TILES": row_tiles, "STAGES": stages}
             kernel = gpu.kernel(
-                KernelSource.of("linear/skinny_fp8.cu", **defines, **type_define("ACT", act)),
+                KernelSource.of("linear/skinny_fp8.cu", **sizes, **defines, **type_define("ACT", act)),
                 "skinny_fp8",
                 signature="ppppppppiiiif",
-                shared_bytes=max(shared_bytes, _ONE_A_MULTIPROCESSOR),
+                shared_bytes=max(shared_bytes, least),
             )
             self._variants.append((tokens, kernel))
 
@@ -111,7 +117,7 @@ class Fp8Linear:
     A packed weight is the numbers `[out_features, in_features]`, then the scales of its blocks.
     """
 
-    def __init__(self, facts: LinearFacts, gpu: CudaDevice, *, dense: Launcher) -> None:
+    def __init__(self, facts: LinearFacts, gpu: CudaDevice, *, dense: CudaLinear) -> None:
         self._facts = facts
         self._gpu = gpu
         self._dense = dense
@@ -129,23 +135,24 @@ class Fp8Linear:
         """Bytes of the packed weight."""
         return packed_fp8_bytes(self._facts.out_features, self._facts.in_features)
 
-    def pack(self, raw: RawWeight) -> Tensor:
-        """The weight in device memory; raises `WeightsError` when it is not the one that the facts name, or
-        when rows of one block have several scales (matrices that were stacked at no multiple of 128).
+    def pack(self, *parts: RawWeight) -> Tensor:
+        """Matrices below one another in device memory; raises `WeightsError` when they are not what the facts
+        name, or when rows of one block have several scales (of matrices that meet at no multiple of 128).
         """
-        facts = self._facts
-        if raw.scales is None or raw.shape != (facts.out_features, facts.in_features):
-            raise WeightsError(
-                f"expected a {facts.format} weight of shape [{facts.out_features}, {facts.in_features}], "
-                f"got {raw.format} {list(raw.shape)}"
-            )
-        scales = block_scales(raw)
-        return self._gpu.from_numpy(np.concatenate([raw.data.reshape(-1), scales.view(np.uint8).reshape(-1)]))
+        n, k = self._facts.out_features, self._facts.in_features
+        require_parts(parts, WeightFormat.fp8, (n, k))
+        packed, start = self._gpu.empty((self.packed_bytes(),), DType.uint8), 0
+        scales = block_scales([raw.scales for raw in parts if raw.scales is not None])
+        for data in (*(raw.data for raw in parts), scales.view(np.uint8)):
+            target = packed.slice(0, start, start + data.size)
+            self._gpu.upload(np.ascontiguousarray(data).reshape(-1), target)
+            start += data.size
+        return packed
 
     def __call__(self, *, x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
         """Enqueue the product."""
         rows = x.shape[0]
-        if rows > _DIRECT_ROWS:
+        if rows > _DIRECT_ROWS or (rows > _KERNEL_ROWS and self._dense.is_to_be_measured(rows)):
             self._run_expanded(x, weight, out, bias)
             return
         for start in range(0, rows, _KERNEL_ROWS):

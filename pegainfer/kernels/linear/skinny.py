@@ -17,18 +17,30 @@ __all__ = ["MAX_ROWS", "SkinnyGemm", "skinny_source"]
 MAX_ROWS = 16
 _WARPS = 8
 _CHUNK = 64  # columns
-_VARIANTS = ((8, 6, 16), (16, 3, 32))  # of skinny_gemm.cu: most tokens, ring stages, weight rows a tile
-_ONE_A_MULTIPROCESSOR = 117 * 1024
-"""At least this much shared memory, so that two blocks never share a multiprocessor: a kernel that starts
-while its predecessor still runs would crowd onto those that are free, and leave the others idle later.
-"""
+_VARIANTS = {8: ((2, 5), (2, 4), (2, 3), (1, 3)), 16: ((2, 4), (2, 3), (2, 2), (1, 2))}
+"""Of skinny_gemm.cu, by most tokens: row tiles and ring stages, the best first."""
+
+_STATIC_SHARED = 1024  # room for what the kernel declares itself
 
 
 def skinny_source(
-    act: DType, tokens: int, stages: int, *, norm: bool = False, gated: bool = False, out: DType | None = None
+    act: DType,
+    tokens: int,
+    row_tiles: int,
+    stages: int,
+    *,
+    norm: bool = False,
+    gated: bool = False,
+    out: DType | None = None,
 ) -> KernelSource:
-    """The kernel for up to `tokens` rows (8 or 16) with a ring of `stages`."""
-    defines = {"TOKENS": tokens, "STAGES": stages, "NORM": int(norm), "GATED": int(gated)}
+    """The kernel for up to `tokens` rows (8 or 16), tiles of `row_tiles` times 16 weight rows, `stages`."""
+    defines = {
+        "TOKENS": tokens,
+        "ROW_TILES": row_tiles,
+        "STAGES": stages,
+        "NORM": int(norm),
+        "GATED": int(gated),
+    }
     if out is DType.float32:
         defines["OUT_F32"] = 1
     return KernelSource.of("linear/skinny_gemm.cu", **defines, **type_define("ACT", act))
@@ -58,15 +70,22 @@ class SkinnyGemm:
         self._blocks = min(gpu.num_multiprocessors, n)
         self._stream = gpu.stream.handle
         self._variants = []
-        for tokens, stages, rows in _VARIANTS:
-            stage_bytes = (rows + tokens) * _CHUNK * 2 + int(norm) * _CHUNK * 4
+        # More than half of what there is, so that two blocks never share a multiprocessor: a kernel that
+        # starts while its predecessor still runs would crowd onto those that are free, and leave others idle.
+        least = gpu.max_shared_bytes // 2 + _STATIC_SHARED
+        for tokens, shapes in _VARIANTS.items():
+            for row_tiles, stages in shapes:
+                rows = 16 * row_tiles
+                stage_bytes = (rows + tokens) * _CHUNK * 2 + int(norm) * _CHUNK * 4
+                buffers = 1 if tokens > 8 else 2
+                shared_bytes = _WARPS * (stages * stage_bytes + buffers * rows * tokens * 4)
+                if shared_bytes + _STATIC_SHARED <= gpu.max_shared_bytes:
+                    break
             kernel = gpu.kernel(
-                skinny_source(act, tokens, stages, norm=norm, gated=gated, out=out),
+                skinny_source(act, tokens, row_tiles, stages, norm=norm, gated=gated, out=out),
                 "skinny_gemm",
                 signature="pppppppiiiif",
-                shared_bytes=max(
-                    _WARPS * stages * stage_bytes + 2 * _WARPS * rows * tokens * 4, _ONE_A_MULTIPROCESSOR
-                ),
+                shared_bytes=max(shared_bytes, least),
             )
             self._variants.append((tokens, kernel))
 

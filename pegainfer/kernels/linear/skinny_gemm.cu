@@ -11,7 +11,8 @@
 // the sums, and the squares are summed on the way. GATED 1: the weight has 2 N rows, gate then up, and
 // out = silu(gate) * up; tiles hold 8 gate rows and the 8 up rows that belong to them.
 //
-// Needs K % 64 == 0, 16-byte aligned rows. Defines: TOKENS (8 or 16), STAGES, NORM, GATED; OUT_F32 for float32 results.
+// Needs K % 64 == 0, 16-byte aligned rows. Defines: TOKENS (8 or 16), ROW_TILES (16 weight rows each, a tile), STAGES,
+// NORM, GATED; OUT_F32 for float32 results.
 #include "cuda/mma.cuh"
 
 using namespace pega;
@@ -23,7 +24,6 @@ using out_t = act_t;
 #endif
 
 constexpr int WARPS = 8;
-constexpr int ROW_TILES = TOKENS > 8 ? 2 : 1;
 constexpr int ROWS = 16 * ROW_TILES;      // weight rows a tile
 constexpr int CHUNK = 64;                 // columns a chunk
 constexpr int ROW_BYTES = CHUNK * 2;
@@ -33,6 +33,7 @@ constexpr int STAGE_BYTES = NORM_AT + NORM * CHUNK * 4;
 constexpr int OUTPUTS = GATED ? ROWS / 2 : ROWS;  // columns of out a tile
 constexpr int COLUMNS = TOKENS / 8;       // n8 tiles of tokens
 constexpr int PARTIAL = ROWS * TOKENS;    // floats a warp contributes to a tile
+constexpr int BUFFERS = TOKENS > 8 ? 1 : 2;  // of partial sums: two save a barrier, one leaves room for another stage
 
 #if defined(ACT_F16)
 using pair_t = __half2;
@@ -69,11 +70,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
 #if NORM
   __shared__ float squares[WARPS][TOKENS];
 #endif
-  float* partials = reinterpret_cast<float*>(shared + WARPS * STAGES * STAGE_BYTES);  // [2][WARPS][PARTIAL]
+  float* partials = reinterpret_cast<float*>(shared + WARPS * STAGES * STAGE_BYTES);  // [BUFFERS][WARPS][PARTIAL]
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int first_column = (int64_t)blockIdx.x * n / gridDim.x;
   const int last_column = (int64_t)(blockIdx.x + 1) * n / gridDim.x;
+  // Tiles of equal width: a narrow last one would keep few bytes under way for as long as a full one takes.
   const int num_tiles = (last_column - first_column + OUTPUTS - 1) / OUTPUTS;
+  const int tile_columns = (last_column - first_column + num_tiles - 1) / max(num_tiles, 1);
   const int all_chunks = k / CHUNK;
   const int num_chunks = all_chunks > warp ? (all_chunks - warp - 1) / WARPS + 1 : 0;  // of this warp
   const int total = num_tiles * num_chunks;
@@ -87,14 +90,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
   auto column_of = [&](int chunk) { return (chunk * WARPS + warp) * CHUNK + copy_unit * 8; };
   auto issue_weight = [&](int iteration) {
     const uint32_t stage = ring + (iteration % STAGES) * STAGE_BYTES;
-    const int first = first_column + load_tile * OUTPUTS;
+    const int first = first_column + load_tile * tile_columns;
+    const int last = min(first + tile_columns, last_column);
     const act_t* source = weight + column_of(load_chunk);
 #pragma unroll
     for (int i = 0; i < ROWS; i += 4) {
       const int tile_row = copy_row + i;
       const int column = first + (GATED ? tile_row / 16 * 8 + tile_row % 8 : tile_row);
       const int row = GATED && tile_row % 16 >= 8 ? n + column : column;
-      if (column < last_column) {
+      if (column < last) {
         copy_async_streaming(stage + unit_offset(tile_row, copy_unit), source + (int64_t)row * k, policy);
       }
     }
@@ -172,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
       }
       commit_copies();
     }
-    float* mine = partials + ((tile & 1) * WARPS + warp) * PARTIAL;
+    float* mine = partials + (tile % BUFFERS * WARPS + warp) * PARTIAL;
 #pragma unroll
     for (int c = 0; c < COLUMNS; ++c) {
 #pragma unroll
@@ -191,10 +195,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
 #endif
     }
     __syncthreads();
-    const float* all = partials + (tile & 1) * WARPS * PARTIAL;
+    const float* all = partials + tile % BUFFERS * WARPS * PARTIAL;
     for (int i = threadIdx.x; i < num_tokens * OUTPUTS; i += WARPS * 32) {
-      const int token = i / OUTPUTS, at = i % OUTPUTS, column = first_column + tile * OUTPUTS + at;
-      if (column >= last_column) continue;
+      const int token = i / OUTPUTS, at = i % OUTPUTS, column = first_column + tile * tile_columns + at;
+      if (at >= tile_columns || column >= last_column) continue;
       float factor = 1.f;
 #if NORM
       float square = 0.f;
@@ -218,5 +222,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
       out_t* target = out + token * out_stride + column;
       *target = from_float<out_t>(accumulate ? result + to_float(*target) : result);
     }
+    if (BUFFERS == 1) __syncthreads();
   }
 }

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from pegainfer.kernels.cuda_source import cuda_device, type_define
 from pegainfer.ops.norm import RmsNormFacts, rms_norm
 from pegainfer.ops.op import Launcher
 from pegainfer.runtime.cuda.module import KernelSource
 from pegainfer.runtime.device import Device, DeviceKind
-from pegainfer.runtime.dtypes import DType
 from pegainfer.runtime.tensor import Tensor
-
-if TYPE_CHECKING:
-    from pegainfer.runtime.cuda.launch import Kernel
 
 __all__: list[str] = []
 
@@ -27,24 +21,14 @@ def _bind(facts: RmsNormFacts, device: Device) -> Launcher | None:
     gpu = cuda_device(device)
     vectors = -(-facts.size // (8 if facts.size % 8 == 0 else 1))
     threads = min(-(-vectors // 32) * 32, 1024)
+    source = KernelSource.of(
+        "norm/rms_norm.cu", SIZE=facts.size, THREADS=threads, **type_define("ACT", facts.act)
+    )
+    kernel = gpu.kernel(source, "rms_norm", signature="pppppf")
     stream = gpu.stream.handle
-    kernels: dict[DType, Kernel] = {}
-
-    def kernel_for(weight: DType) -> Kernel:
-        kernel = kernels.get(weight)
-        if kernel is None:
-            source = KernelSource.of(
-                "norm/rms_norm.cu",
-                SIZE=facts.size,
-                THREADS=threads,
-                **type_define("ACT", facts.act),
-                **type_define("WEIGHT", weight),
-            )
-            kernel = kernels[weight] = gpu.kernel(source, "rms_norm", signature="pppppf")
-        return kernel
 
     def launch(*, x: Tensor, weight: Tensor, out: Tensor) -> None:
-        kernel_for(weight.dtype).launch(
+        kernel.launch(
             stream,
             (x.shape[0],),
             threads,

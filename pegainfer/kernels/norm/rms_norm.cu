@@ -1,21 +1,15 @@
 // RMSNorm of rows: out = x * rsqrt(mean(x^2) + eps) * weight, computed in float32. One block a row.
-// Defines: SIZE (row width), THREADS; WEIGHT_F32 when the weight is float32 whatever the activations are.
+// Defines: SIZE (row width), THREADS.
 #include "cuda/common.cuh"
 
 using namespace pega;
-
-#if defined(WEIGHT_F32)
-using weight_t = float;
-#else
-using weight_t = act_t;
-#endif
 
 constexpr int VECTOR = SIZE % 8 == 0 ? 8 : (SIZE % 4 == 0 ? 4 : 1);
 constexpr int VECTORS = SIZE / VECTOR;
 constexpr int PER_THREAD = (VECTORS + THREADS - 1) / THREADS;
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    rms_norm(const act_t* __restrict__ x, int64_t x_stride, const weight_t* __restrict__ weight, act_t* __restrict__ out,
+    rms_norm(const act_t* __restrict__ x, int64_t x_stride, const float* __restrict__ weight, act_t* __restrict__ out,
              int64_t out_stride, float eps) {
   release_successor();
   __shared__ float scratch[32];

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from pegainfer.kernels.cuda_source import cuda_device, type_define
 from pegainfer.ops.op import Launcher
 from pegainfer.ops.rope import QkvRopeFacts, qkv_rope_write
 from pegainfer.runtime.cuda.module import KernelSource
 from pegainfer.runtime.device import Device, DeviceKind
-from pegainfer.runtime.dtypes import DType
 from pegainfer.runtime.tensor import Tensor
-
-if TYPE_CHECKING:
-    from pegainfer.runtime.cuda.launch import Kernel
 
 __all__: list[str] = []
 
@@ -26,28 +20,21 @@ def _bind(facts: QkvRopeFacts, device: Device) -> Launcher | None:
     if facts.rotary_dim != facts.head_dim or facts.head_dim % 2 or (half > 32 and half % 32) or half > 128:
         return None
     gpu = cuda_device(device)
+    source = KernelSource.of(
+        "rope/qkv_rope_write.cu",
+        HEAD_DIM=facts.head_dim,
+        NUM_HEADS=facts.num_heads,
+        NUM_KV_HEADS=facts.num_kv_heads,
+        BLOCK_SIZE=facts.block_size,
+        QK_NORM=int(facts.qk_norm),
+        WARPS=_WARPS,
+        **type_define("ACT", facts.act),
+        **type_define("KV", facts.kv_dtype),
+    )
+    kernel = gpu.kernel(source, "qkv_rope_write", signature="pppppppppppf")
     stream = gpu.stream.handle
-    kernels: dict[DType, Kernel] = {}
-
-    def kernel_for(weight: DType) -> Kernel:
-        kernel = kernels.get(weight)
-        if kernel is None:
-            source = KernelSource.of(
-                "rope/qkv_rope_write.cu",
-                HEAD_DIM=facts.head_dim,
-                NUM_HEADS=facts.num_heads,
-                NUM_KV_HEADS=facts.num_kv_heads,
-                BLOCK_SIZE=facts.block_size,
-                QK_NORM=int(facts.qk_norm),
-                WARPS=_WARPS,
-                **type_define("ACT", facts.act),
-                **type_define("KV", facts.kv_dtype),
-                **type_define("WEIGHT", weight),
-            )
-            kernel = kernels[weight] = gpu.kernel(source, "qkv_rope_write", signature="pppppppppppf")
-        return kernel
-
-    warps = facts.num_heads + 2 * facts.num_kv_heads
+    lanes = 32 if half < 32 else 16  # of a head
+    blocks = -(-(facts.num_heads + 2 * facts.num_kv_heads) * lanes // (_WARPS * 32))
 
     def launch(
         *,
@@ -61,9 +48,9 @@ def _bind(facts: QkvRopeFacts, device: Device) -> Launcher | None:
         kv_block_stride: int,
         out: Tensor,
     ) -> None:
-        kernel_for(q_norm.dtype if q_norm else facts.act).launch(
+        kernel.launch(
             stream,
-            (qkv.shape[0], -(-warps // _WARPS)),
+            (qkv.shape[0], blocks),
             _WARPS * 32,
             qkv.data_ptr,
             qkv.strides[0],

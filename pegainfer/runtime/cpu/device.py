@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -29,14 +31,27 @@ class SharedMirror:
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
-        self.host: np.ndarray[Any, np.dtype[np.uint8]] = tensor.numpy()
+        self.hosts: tuple[np.ndarray[Any, np.dtype[np.uint8]]] = (tensor.numpy(),)
 
-    def upload(self, nbytes: int) -> None:
+    def upload(self, nbytes: int, source: int) -> None:
         """Nothing: the device reads what the host wrote."""
+
+
+class Snapshot:
+    """A `Download` of what there is already."""
+
+    def __init__(self, arrays: list[np.ndarray[Any, Any]]) -> None:
+        self._arrays = arrays
+
+    def wait(self) -> list[np.ndarray[Any, Any]]:
+        """The copies."""
+        return self._arrays
 
 
 class CpuDevice:
     """The CPU as a device. `library` holds the compiled kernels; without it only NumPy providers run."""
+
+    is_asynchronous = False
 
     def __init__(self, library: Library | None, num_threads: int) -> None:
         self.library = library
@@ -78,7 +93,7 @@ class CpuDevice:
         """Memory of zeros; raises `CapacityError` when there is none."""
         return Tensor(HostStorage.allocate(math.prod(shape) * dtype.itemsize, zeroed=True), dtype, shape)
 
-    def mirror(self, nbytes: int) -> SharedMirror:
+    def mirror(self, nbytes: int, *, copies: int = 1) -> SharedMirror:
         """Zeroed memory, the same for host and device."""
         return SharedMirror(self.zeros((nbytes,), DType.uint8))
 
@@ -88,10 +103,23 @@ class CpuDevice:
         flat = contiguous.reshape(-1).view(np.uint8)
         return Tensor(HostStorage(flat), DType.of(array.dtype), array.shape)
 
+    def loading(self) -> AbstractContextManager[None]:
+        """Nothing is under way at any time."""
+        return nullcontext()
+
     def to_numpy(self, tensor: Tensor) -> np.ndarray[Any, Any]:
         """A copy of the contents; waits for the stream."""
         self._stream.synchronize()
         return tensor.numpy().copy()
+
+    def download(self, tensors: Sequence[Tensor]) -> Snapshot:
+        """Copies of the contents; the enqueued work is done here, since nobody else would do it meanwhile."""
+        self._stream.synchronize()
+        return Snapshot([tensor.numpy().copy() for tensor in tensors])
+
+    def tune(self, forward: Callable[[int], object], limit: int) -> int:
+        """Nothing: the kernels are what they are."""
+        return 0
 
     def close(self) -> None:
         """End the threads. Memory goes with the tensors that hold it."""

@@ -1,7 +1,6 @@
 """Dense products through cuBLASLt, by ctypes: the few functions that we need, no package around them.
 
-A plan is a product of fixed sizes whose algorithm has been chosen; running it enqueues one call, which can be
-captured.
+A plan is a product of fixed sizes; running it enqueues one call, which can be captured.
 """
 
 from __future__ import annotations
@@ -12,12 +11,15 @@ from ctypes import byref, c_float, c_int32, c_size_t, c_uint64, c_void_p
 from typing import Any
 
 from pegainfer.errors import ConfigError, KernelError
-from pegainfer.runtime.cuda.driver import check, cuda
+from pegainfer.runtime.cuda.algorithms import AlgorithmTable, Product
+from pegainfer.runtime.cuda.cold_timer import ColdTimer
+from pegainfer.runtime.cuda.driver import allocate, check, cuda
 from pegainfer.runtime.dtypes import DType
 
 __all__ = ["CublasLt", "MatmulPlan"]
 
 WORKSPACE_BYTES = 64 << 20
+_CANDIDATES = 16
 
 _COMPUTE_32F = 68
 _DATA_TYPE = {DType.float32: 0, DType.float16: 2, DType.bfloat16: 14}
@@ -28,11 +30,15 @@ _PREFERENCE_MAX_WORKSPACE = 1
 _ONE, _ZERO = c_float(1.0), c_float(0.0)
 
 
+Algorithm = c_uint64 * 8
+"""cublasLtMatmulAlgo_t: opaque, and good to keep for the same version of the library."""
+
+
 class _Heuristic(ctypes.Structure):
     """cublasLtMatmulHeuristicResult_t: an opaque algorithm and what it needs."""
 
     _fields_ = (
-        ("algorithm", c_uint64 * 8),
+        ("algorithm", Algorithm),
         ("workspace_bytes", c_size_t),
         ("state", c_int32),
         ("waves", c_float),
@@ -41,48 +47,60 @@ class _Heuristic(ctypes.Structure):
 
 
 class MatmulPlan:
-    """`out[m, n] = x[m, k] @ weight[n, k].T (+ out)` for fixed sizes and row strides (in elements)."""
+    """A product for `m` rows and fixed row strides (in elements). The library's first guess serves it until
+    `choose` names another algorithm.
+    """
 
-    def __init__(
-        self,
-        lt: CublasLt,
-        dtype: DType,
-        *,
-        m: int,
-        n: int,
-        k: int,
-        x_stride: int,
-        out_stride: int,
-        accumulate: bool,
-        out_dtype: DType,
-        candidates: int = 1,
-    ) -> None:
+    def __init__(self, lt: CublasLt, product: Product, m: int, *, x_stride: int, out_stride: int) -> None:
+        self.product = product
+        self.num_rows = m
         self._lt = lt
-        self._beta = _ONE if accumulate else _ZERO
-        call, kind, out_kind = lt.call, _DATA_TYPE[dtype], _DATA_TYPE[out_dtype]
+        self._beta = _ONE if product.accumulate else _ZERO
+        call, kind, out_kind = lt.call, _DATA_TYPE[product.dtype], _DATA_TYPE[product.out_dtype]
         self._desc = c_void_p()
         call("cublasLtMatmulDescCreate", byref(self._desc), _COMPUTE_32F, _REAL_32F)
         # cuBLAS is column-major: our row-major out is its out^T, so the weight comes first and is transposed.
         self._set(_DESC_TRANSA, c_int32(_TRANSPOSE))
         self._a, self._b, self._c = c_void_p(), c_void_p(), c_void_p()
         for layout, element, rows, columns, stride in (
-            (self._a, kind, k, n, k),
-            (self._b, kind, k, m, x_stride),
-            (self._c, out_kind, n, m, out_stride),
+            (self._a, kind, product.k, product.n, product.k),
+            (self._b, kind, product.k, m, x_stride),
+            (self._c, out_kind, product.n, m, out_stride),
         ):
             call("cublasLtMatrixLayoutCreate", byref(layout), element, rows, columns, stride)
-        self.algorithms = self._heuristics(candidates)
-        self.chosen = self.algorithms[0]
+        self._chosen: ctypes.Array[c_uint64] | None = None
 
     def run(self, x: int, weight: int, out: int) -> None:
         """Enqueue the product of the matrices at these addresses."""
-        self._lt.matmul(self._desc, weight, self._a, x, self._b, self._beta, out, self._c, self.chosen)
+        if self._chosen is None:
+            self._chosen = self.candidates(1)[0]
+        self._lt.matmul(self._desc, weight, self._a, x, self._b, self._beta, out, self._c, self._chosen)
+
+    def choose(self, algorithm: bytes) -> bool:
+        """Take this algorithm, if the library agrees that it serves the product."""
+        chosen, result = Algorithm.from_buffer_copy(algorithm), _Heuristic()
+        status = self._lt.try_call(
+            "cublasLtMatmulAlgoCheck",
+            self._lt.handle,
+            self._desc,
+            self._a,
+            self._b,
+            self._c,
+            self._c,
+            byref(chosen),
+            byref(result),
+        )
+        if status or result.state or result.workspace_bytes > WORKSPACE_BYTES:
+            return False
+        self._chosen = chosen
+        return True
 
     def _set(self, attribute: int, value: Any) -> None:
         size = ctypes.sizeof(value)
         self._lt.call("cublasLtMatmulDescSetAttribute", self._desc, attribute, byref(value), c_size_t(size))
 
-    def _heuristics(self, count: int) -> list[_Heuristic]:
+    def candidates(self, count: int) -> list[ctypes.Array[c_uint64]]:
+        """Up to `count` algorithms, the library's favourite first; raises `KernelError` for none."""
         call, preference, found = self._lt.call, c_void_p(), c_int32()
         results = (_Heuristic * count)()
         call("cublasLtMatmulPreferenceCreate", byref(preference))
@@ -108,7 +126,7 @@ class MatmulPlan:
             byref(found),
         )
         call("cublasLtMatmulPreferenceDestroy", preference)
-        usable = [result for result in results[: found.value] if result.state == 0]
+        usable = [result.algorithm for result in results[: found.value] if result.state == 0]
         if not usable:
             raise KernelError("cuBLASLt has no algorithm for a product of these sizes")
         return usable
@@ -127,17 +145,22 @@ class MatmulPlan:
 class CublasLt:
     """A handle and its workspace, for work on one stream."""
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: Any, *, gpu: str) -> None:
         self._library = _library()
         self._stream = c_void_p(int(stream))
         self.handle = c_void_p()
         self.call("cublasLtCreate", byref(self.handle))
-        self._plans: dict[tuple[Any, ...], MatmulPlan] = {}
-        self._workspace = c_void_p(int(check(cuda.cuMemAlloc(WORKSPACE_BYTES))))
+        self.algorithms = AlgorithmTable(gpu, self._library.cublasLtGetVersion())
+        self._plans: dict[tuple[Product, int, int, int], MatmulPlan] = {}
+        self._workspace = c_void_p(allocate(WORKSPACE_BYTES))
+
+    def try_call(self, name: str, *arguments: Any) -> int:
+        """Call a library function: its status, 0 for success."""
+        return int(getattr(self._library, name)(*arguments))
 
     def call(self, name: str, *arguments: Any) -> None:
         """Call a library function; raises `KernelError` with its status."""
-        status = getattr(self._library, name)(*arguments)
+        status = self.try_call(name, *arguments)
         if status:
             text = self._library.cublasLtGetStatusString(status)
             raise KernelError(f"{name}: {text.decode() if text else status}")
@@ -152,7 +175,7 @@ class CublasLt:
         beta: c_float,
         out: int,
         out_layout: c_void_p,
-        heuristic: _Heuristic,
+        algorithm: Any,
     ) -> None:
         """Enqueue one product with a chosen algorithm."""
         status = self._library.cublasLtMatmul(
@@ -168,7 +191,7 @@ class CublasLt:
             out_layout,
             c_void_p(out),
             out_layout,
-            byref(heuristic.algorithm),
+            byref(algorithm),
             self._workspace,
             c_size_t(WORKSPACE_BYTES),
             self._stream,
@@ -176,13 +199,33 @@ class CublasLt:
         if status:
             raise KernelError(f"cublasLtMatmul: {self._library.cublasLtGetStatusString(status).decode()}")
 
-    def plan(self, dtype: DType, **sizes: Any) -> MatmulPlan:
-        """A plan for these sizes, shared by all products that have them; see `MatmulPlan`."""
-        key = (dtype, *sorted(sizes.items()))
+    def plan(self, product: Product, m: int, *, x_stride: int, out_stride: int) -> MatmulPlan:
+        """A plan for these sizes, shared by all layers that have them, with the algorithm that was measured
+        for them if one was.
+        """
+        key = (product, m, x_stride, out_stride)
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = MatmulPlan(self, dtype, **sizes)
+            plan = self._plans[key] = MatmulPlan(self, product, m, x_stride=x_stride, out_stride=out_stride)
+            known = self.algorithms.find(product, m)
+            if known is not None:
+                plan.choose(known)
         return plan
+
+    def measure(self, plan: MatmulPlan, x: int, weight: int, out: int) -> None:
+        """Time the library's candidates for a plan on these matrices, none of them in the L2 cache, and keep
+        the fastest. The result is added to `out` many times if the product accumulates.
+        """
+        timer = ColdTimer(self._stream.value or 0)
+        seconds = {}
+        for algorithm in plan.candidates(_CANDIDATES):
+            content = bytes(algorithm)
+            if plan.choose(content):
+                seconds[content] = timer.time(lambda: plan.run(x, weight, out))
+        timer.close()
+        best = min(seconds, key=seconds.__getitem__)
+        plan.choose(best)
+        self.algorithms.keep(plan.product, plan.num_rows, best)
 
     def close(self) -> None:
         """Free the handle and the workspace."""
@@ -200,5 +243,6 @@ def _library() -> ctypes.CDLL:
         raise ConfigError(f"cuBLASLt is missing, pip install nvidia-cublas: {error}") from None
     library = ctypes.CDLL(found.abs_path)
     library.cublasLtGetStatusString.restype = ctypes.c_char_p
+    library.cublasLtGetVersion.restype = c_size_t
     library.cublasLtMatrixLayoutCreate.argtypes = (c_void_p, c_int32, c_uint64, c_uint64, ctypes.c_int64)
     return library

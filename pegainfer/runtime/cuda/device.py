@@ -5,20 +5,26 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pegainfer.errors import KernelError
-from pegainfer.runtime.cuda import module
-from pegainfer.runtime.cuda.driver import check, cuda, initialize
+from pegainfer.runtime.cuda.cubins import CubinLoader
+from pegainfer.runtime.cuda.download import CudaDownload, LandingPool
+from pegainfer.runtime.cuda.driver import allocate, allocate_pinned, attribute, check, cuda, initialize
 from pegainfer.runtime.cuda.launch import Kernel
 from pegainfer.runtime.cuda.module import KernelSource
+from pegainfer.runtime.cuda.tensor_map import make_tensor_map
+from pegainfer.runtime.cuda.upload import UploadRing
 from pegainfer.runtime.device import DeviceKind, MemoryInfo
 from pegainfer.runtime.dtypes import DType
 from pegainfer.runtime.tensor import Tensor
 
 if TYPE_CHECKING:
+    from pegainfer.runtime.cuda.algorithms import Product
     from pegainfer.runtime.cuda.cublaslt import CublasLt
 
 __all__ = ["CudaDevice", "CudaGraph", "CudaStream", "DeviceStorage", "PinnedStorage", "make_cuda_device"]
@@ -34,7 +40,7 @@ class DeviceStorage:
 
     def __init__(self, nbytes: int) -> None:
         self.ptr = 0  # stays 0 when the allocation fails, so that __del__ has nothing to free
-        self.ptr = int(check(cuda.cuMemAlloc(max(nbytes, 1))))
+        self.ptr = allocate(nbytes)
         self.nbytes = nbytes
 
     def host_array(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -53,7 +59,7 @@ class PinnedStorage:
 
     def __init__(self, nbytes: int) -> None:
         self.ptr = 0
-        self.ptr = int(check(cuda.cuMemHostAlloc(max(nbytes, 1), 0)))
+        self.ptr = allocate_pinned(nbytes)
         self.nbytes = nbytes
         buffer = (ctypes.c_uint8 * max(nbytes, 1)).from_address(self.ptr)
         self._array: np.ndarray[Any, np.dtype[np.uint8]] = np.ctypeslib.as_array(buffer)
@@ -117,34 +123,44 @@ class CudaStream:
 class PinnedMirror:
     """A `Mirror` whose upload is one asynchronous copy."""
 
-    def __init__(self, device: CudaDevice, nbytes: int) -> None:
+    def __init__(self, device: CudaDevice, nbytes: int, copies: int) -> None:
         self._stream = device.stream
-        self._pinned = device.pinned((nbytes,), DType.uint8)
-        self.host: np.ndarray[Any, np.dtype[np.uint8]] = self._pinned.numpy()
-        self.host[:] = 0
+        self._pinned = [device.pinned((nbytes,), DType.uint8) for _ in range(copies)]
+        self.hosts: list[np.ndarray[Any, np.dtype[np.uint8]]] = [memory.numpy() for memory in self._pinned]
+        for host in self.hosts:
+            host[:] = 0
         self.tensor = device.zeros((nbytes,), DType.uint8)
 
-    def upload(self, nbytes: int) -> None:
+    def upload(self, nbytes: int, source: int) -> None:
         """Enqueue the copy of the first bytes. They must not change before it has happened."""
-        self._stream.copy_to_device(self.tensor.slice(0, 0, nbytes), self._pinned.slice(0, 0, nbytes))
+        pinned = self._pinned[source]
+        self._stream.copy_to_device(self.tensor.slice(0, 0, nbytes), pinned.slice(0, 0, nbytes))
 
 
 class CudaDevice:
     """One GPU. All calls must come from the thread that made it (or one that calls `bind_thread`)."""
 
     kind = DeviceKind.cuda
+    is_asynchronous = True
 
     def __init__(self, ordinal: int = 0) -> None:
         self._device = initialize(ordinal)
         self._context = check(cuda.cuDevicePrimaryCtxRetain(self._device))
         self.bind_thread()
         self.ordinal = ordinal
-        major, minor = (self._attribute(f"COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR"))
+        major, minor = (attribute(self._device, f"COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR"))
         self.capability = (major, minor)
-        self.num_multiprocessors = self._attribute("MULTIPROCESSOR_COUNT")
+        self.num_multiprocessors = attribute(self._device, "MULTIPROCESSOR_COUNT")
+        self.max_shared_bytes = attribute(self._device, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
         self.stream = CudaStream()
+        self.cubins = CubinLoader(self.arch)
         self._modules: dict[KernelSource, Any] = {}
         self._workspaces: dict[str, Tensor] = {}
+        self._tensor_maps: dict[tuple[Any, ...], Any] = {}
+        self._landings = LandingPool(self)
+        self._uploads: UploadRing | None = None
+        self.products: set[Product] = set()
+        """Products that cuBLASLt will be asked for, whose algorithms are worth measuring."""
 
     @functools.cached_property
     def name(self) -> str:
@@ -186,19 +202,35 @@ class CudaDevice:
         """Uninitialised page-locked host memory."""
         return Tensor(PinnedStorage(math.prod(shape) * dtype.itemsize), dtype, shape)
 
-    def mirror(self, nbytes: int) -> PinnedMirror:
+    def mirror(self, nbytes: int, *, copies: int = 1) -> PinnedMirror:
         """Zeroed page-locked memory and its copy on the device."""
-        return PinnedMirror(self, nbytes)
+        return PinnedMirror(self, nbytes, copies)
 
     def from_numpy(self, array: np.ndarray[Any, Any]) -> Tensor:
-        """A device copy of an array; returns when the array may be changed again."""
+        """A device copy of an array; returns when the array may be changed again, but while `loading`."""
         host = np.ascontiguousarray(array)
         tensor = self.empty(host.shape, DType.of(host.dtype))
         if tensor.nbytes:
-            source = host.ctypes.data
-            check(cuda.cuMemcpyHtoDAsync(tensor.data_ptr, source, tensor.nbytes, self.stream.handle))
-            self.stream.synchronize()
+            self.upload(host.reshape(-1).view(np.uint8), tensor)
         return tensor
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Let `upload` send arrays on by threads until the block ends."""
+        ring = self._uploads = UploadRing(self)
+        try:
+            yield
+        finally:
+            self._uploads = None
+            ring.close()
+
+    def upload(self, array: np.ndarray[Any, np.dtype[np.uint8]], target: Tensor) -> None:
+        """Copy a flat array into device memory of the same size. It must not change while `loading`."""
+        if self._uploads is not None:
+            self._uploads.send(array, target)
+            return
+        check(cuda.cuMemcpyHtoDAsync(target.data_ptr, array.ctypes.data, array.nbytes, self.stream.handle))
+        self.stream.synchronize()
 
     def to_numpy(self, tensor: Tensor) -> np.ndarray[Any, Any]:
         """A host copy of a contiguous tensor, after everything that was enqueued."""
@@ -212,6 +244,10 @@ class CudaDevice:
         self.stream.synchronize()
         return host
 
+    def download(self, tensors: Sequence[Tensor]) -> CudaDownload:
+        """Enqueue copies of contiguous tensors into page-locked memory."""
+        return CudaDownload(self._landings, self.stream.handle, tensors)
+
     def kernel(
         self,
         source: KernelSource,
@@ -224,9 +260,7 @@ class CudaDevice:
         """The function `name` of `source`, compiled (or taken from the cache) and loaded; see `Kernel`."""
         loaded = self._modules.get(source)
         if loaded is None:
-            loaded = self._modules[source] = check(
-                cuda.cuModuleLoadData(module.load_cubin(source, self.arch))
-            )
+            loaded = self._modules[source] = check(cuda.cuModuleLoadData(self.cubins.load(source)))
         return Kernel(
             loaded,
             name,
@@ -234,6 +268,16 @@ class CudaDevice:
             shared_bytes=shared_bytes,
             dependent=dependent and self.capability >= (9, 0),
         )
+
+    def tensor_map(self, tensor: Tensor, dtype: DType, **layout: Sequence[int]) -> int:
+        """The address of a tensor map over a tensor's memory (see `make_tensor_map`), made once for the same
+        sizes and kept.
+        """
+        key = (tensor.data_ptr, dtype, *map(tuple, layout.values()))
+        found = self._tensor_maps.get(key)
+        if found is None:
+            found = self._tensor_maps[key] = make_tensor_map(tensor.data_ptr, dtype, **layout)
+        return int(found.getPtr())
 
     def workspace(self, name: str, nbytes: int) -> Tensor:
         """Zeroed memory that the ops which name it share: they run one after the other on the stream.
@@ -250,18 +294,21 @@ class CudaDevice:
         """The cuBLASLt handle of this device's stream, opened when it is first needed."""
         from pegainfer.runtime.cuda.cublaslt import CublasLt
 
-        return CublasLt(self.stream.handle)
+        return CublasLt(self.stream.handle, gpu=self.name)
+
+    def tune(self, forward: Callable[[int], object], limit: int) -> int:
+        """Measure which cuBLASLt algorithms are fastest, where no file tells."""
+        if not self.products:
+            return 0
+        return self.cublaslt.algorithms.measure(self.products, forward, limit)
 
     def close(self) -> None:
         """Wait for the stream and unload every kernel. Tensors free their own memory."""
         self.stream.synchronize()
+        self._landings.close()
         for loaded in self._modules.values():
             cuda.cuModuleUnload(loaded)
         self._modules.clear()
-
-    def _attribute(self, name: str) -> int:
-        attribute = getattr(cuda.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
-        return int(check(cuda.cuDeviceGetAttribute(attribute, self._device)))
 
 
 def make_cuda_device(ordinal: int = 0) -> CudaDevice:

@@ -1,23 +1,19 @@
 """The one way a kernel is launched: packed arguments, a launch configuration, programmatic dependent launch.
 
-Arguments go into 8-byte slots by a signature string, one letter each: `p` pointer or 64-bit integer, `i`
-32-bit integer, `f` float32. The driver copies them during the call, so one buffer a kernel is enough.
+`Arguments` packs them. The driver copies them during the call, so one buffer a kernel is enough.
 """
 
 from __future__ import annotations
 
-import ctypes
-import struct
 from typing import Any
 
-from pegainfer.errors import KernelError
+from pegainfer.runtime.cuda.arguments import Arguments
 from pegainfer.runtime.cuda.driver import check, cuda
 
 __all__ = ["Kernel"]
 
 _UNRAISED_SHARED = 32 * 1024  # of 48 KB without asking, the rest is left to static shared memory
 CARVEOUT = 100  # per cent of the memory that is shared
-_PACK = {"p": struct.Struct("<q"), "i": struct.Struct("<i"), "f": struct.Struct("<f")}
 
 
 class Kernel:
@@ -45,11 +41,8 @@ class Kernel:
         # all, the blocks of the next kernel can move in beside those of this one.
         carveout = cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
         check(cuda.cuFuncSetAttribute(self._function, carveout, CARVEOUT))
-        self._packers = [_PACK[letter] for letter in signature]
-        self._values = bytearray(8 * len(signature))
-        base = ctypes.addressof(ctypes.c_char.from_buffer(self._values))
-        self._pointers = (ctypes.c_void_p * len(signature))(*(base + 8 * i for i in range(len(signature))))
-        self._params = ctypes.addressof(self._pointers)
+        self._arguments = Arguments(name, signature)
+        self._pack, self._params = self._arguments.pack, self._arguments.address
         self._config = cuda.CUlaunchConfig()
         self._config.sharedMemBytes = shared_bytes
         self._config.gridDimZ = self._config.blockDimY = self._config.blockDimZ = 1
@@ -63,13 +56,10 @@ class Kernel:
             self._config.numAttrs = 1
 
     def launch(self, stream: Any, grid: tuple[int, ...], block: int, *arguments: int | float) -> None:
-        """Enqueue on `stream`: `grid` of up to three dimensions, `block` threads a block."""
-        if len(arguments) != len(self._packers):
-            raise KernelError(f"{self.name} takes {len(self._packers)} arguments, got {len(arguments)}")
-        offset = 0
-        for packer, argument in zip(self._packers, arguments, strict=True):
-            packer.pack_into(self._values, offset, argument)
-            offset += 8
+        """Enqueue on `stream`: `grid` of up to three dimensions, `block` threads a block. Raises
+        `KernelError` for arguments that do not fit the signature.
+        """
+        self._pack(arguments)
         config = self._config
         config.gridDimX = grid[0]
         config.gridDimY = grid[1] if len(grid) > 1 else 1

@@ -1,7 +1,8 @@
 """Kernels as artifacts: CUDA C++ compiled to a cubin by NVRTC, cached by content, loaded into the context.
 
 The key of a cached cubin is a hash of everything that shapes it: source, headers, defines, options,
-architecture and compiler version. A file whose own digest does not match is rebuilt, never trusted.
+architecture, versions of compiler and toolkit; but no paths, so that what another machine compiled is found.
+A file whose own digest does not match is rebuilt, never trusted.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-import tempfile
+import re
 from dataclasses import dataclass
 from importlib import util
 from pathlib import Path
@@ -17,10 +18,11 @@ from typing import Any
 
 from pegainfer import envs
 from pegainfer.errors import KernelError
+from pegainfer.runtime.cuda.disk_cache import read_checked, write_checked
 
-__all__ = ["KernelSource", "compile_cubin", "cubin_path", "load_cubin"]
+__all__ = ["KernelSource", "cached_cubin", "compile_cubin", "cubin_path", "load_cubin"]
 
-_DIGEST_BYTES = 32
+_VERSION_WITHIN = 1 << 16  # characters from the start of the toolkit's main header
 _KERNELS = Path(__file__).parents[2] / "kernels"
 
 
@@ -46,7 +48,7 @@ def compile_cubin(source: KernelSource, arch: str) -> bytes:
     from cuda.bindings import nvrtc
 
     program = _nvrtc(nvrtc.nvrtcCreateProgram(source.read().encode(), source.path.encode(), 0, [], []))
-    options = [option.encode() for option in _options(source, arch)]
+    options = [option.encode() for option in (*_options(source, arch), *_include_options())]
     status = nvrtc.nvrtcCompileProgram(program, len(options), options)[0]
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         log = b" " * _nvrtc(nvrtc.nvrtcGetProgramLogSize(program))
@@ -63,39 +65,43 @@ def compile_cubin(source: KernelSource, arch: str) -> bytes:
 def cubin_path(source: KernelSource, arch: str) -> Path:
     """Where the cubin of `source` for `arch` is cached."""
     digest = hashlib.sha256()
-    for part in (source.read(), _headers(), _compiler_version(), *_options(source, arch)):
+    for part in (source.read(), _headers(), *_versions(), *_options(source, arch)):
         digest.update(part.encode())
         digest.update(b"\0")
     stem = source.path.removesuffix(".cu").replace("/", "-")
     return envs.cache_dir() / "kernels" / arch / f"{stem}-{digest.hexdigest()[:24]}.cubin"
 
 
+def cached_cubin(source: KernelSource, arch: str) -> bytes | None:
+    """The cubin from the cache; None when it is absent or damaged."""
+    return read_checked(cubin_path(source, arch))
+
+
 def load_cubin(source: KernelSource, arch: str) -> bytes:
-    """The cubin from the cache, compiled first when it is absent or damaged."""
-    path = cubin_path(source, arch)
-    try:
-        content = path.read_bytes()
-    except OSError:
-        content = b""
-    digest, cubin = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
-    if cubin and hashlib.sha256(cubin).digest() == digest:
-        return cubin
-    cubin = compile_cubin(source, arch)
-    _write_atomically(path, hashlib.sha256(cubin).digest() + cubin)
+    """The cubin from the cache, compiled first where it is not there."""
+    cubin = cached_cubin(source, arch)
+    if cubin is None:
+        cubin = compile_cubin(source, arch)
+        write_checked(cubin_path(source, arch), cubin)
     return cubin
 
 
 def _options(source: KernelSource, arch: str) -> list[str]:
-    includes = [f"--include-path={path}" for path in (_KERNELS / "include", *_toolkit_includes())]
     defines = [f"--define-macro={name}={value}" for name, value in source.defines]
     return [
         f"--gpu-architecture={arch}",
         "--std=c++17",
         "--fmad=true",
         "-default-device",
-        *includes,
         *defines,
     ]
+
+
+def _include_options() -> list[str]:
+    toolkit = _toolkit_include()
+    if toolkit is None:
+        raise KernelError("the CUDA headers are missing: pip install nvidia-cuda-runtime, or set CUDA_HOME")
+    return [f"--include-path={path}" for path in (_KERNELS / "include", toolkit)]
 
 
 @functools.cache
@@ -105,15 +111,28 @@ def _headers() -> str:
 
 
 @functools.cache
-def _compiler_version() -> str:
+def _versions() -> tuple[str, str]:
+    """Of the compiler, and of the toolkit whose headers it reads."""
     from cuda.bindings import nvrtc
 
-    return "nvrtc {}.{}".format(*_nvrtc(nvrtc.nvrtcVersion()))
+    compiler = "nvrtc {}.{}".format(*_nvrtc(nvrtc.nvrtcVersion()))
+    toolkit = _toolkit_include()
+    return compiler, f"toolkit {_toolkit_version(toolkit) if toolkit else 'unknown'}"
+
+
+def _toolkit_version(include: Path) -> str:
+    """`13000` for the headers of CUDA 13.0."""
+    try:
+        with open(include / "cuda_runtime_api.h", errors="replace") as file:
+            found = re.search(r"#define\s+CUDART_VERSION\s+(\d+)", file.read(_VERSION_WITHIN))
+    except OSError:
+        found = None
+    return found[1] if found else "unknown"
 
 
 @functools.cache
-def _toolkit_includes() -> tuple[Path, ...]:
-    """Folders that hold `cuda_bf16.h`: the `nvidia` wheels or an installed toolkit."""
+def _toolkit_include() -> Path | None:
+    """The folder that holds `cuda_bf16.h`, of the `nvidia` wheels or an installed toolkit."""
     candidates = []
     spec = util.find_spec("nvidia")
     for root in spec.submodule_search_locations or () if spec else ():
@@ -122,23 +141,7 @@ def _toolkit_includes() -> tuple[Path, ...]:
         if os.environ.get(variable):
             candidates.append(Path(os.environ[variable]) / "include")
     candidates.append(Path("/usr/local/cuda/include"))
-    found = tuple(path for path in candidates if (path / "cuda_bf16.h").exists())
-    if not found:
-        raise KernelError("the CUDA headers are missing: pip install nvidia-cuda-runtime, or set CUDA_HOME")
-    return found[:1]
-
-
-def _write_atomically(path: Path, content: bytes) -> None:
-    """Write through a temporary file, so that a reader sees a whole file or none. A read-only cache is no
-    error.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(content)
-        os.replace(file.name, path)
-    except OSError:
-        return
+    return next((path for path in candidates if (path / "cuda_bf16.h").exists()), None)
 
 
 def _nvrtc(result: tuple[Any, ...]) -> Any:

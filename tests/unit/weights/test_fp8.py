@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from pegainfer.errors import UnsupportedModelError, WeightsError
-from pegainfer.layers.parameters import stack
-from pegainfer.ops.raw_weight import RawWeight
+from pegainfer.ops.raw_weight import RawWeight, stack
 from pegainfer.runtime.dtypes import WeightFormat
 from pegainfer.weights.dummy import DummyCheckpoint
 from pegainfer.weights.fp8 import check_quantization

@@ -1,4 +1,5 @@
-// Hopper's warpgroup products: shared-memory descriptors, barriers, and the m64n128k16 product. sm_90a only.
+// Hopper's warpgroup products: shared-memory descriptors, barriers, copies of boxes, and the m64n128k16 product. sm_90a
+// only.
 // Operands in shared memory lie in rows of 128 bytes with the hardware's 128-byte swizzle: the 16-byte unit u of row r
 // stands at r * 128 + ((u ^ (r & 7)) * 16), from a base aligned to 1024 bytes.
 #pragma once
@@ -68,6 +69,26 @@ __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
 
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrive, and let the phase wait for `bytes` of copies, too.
+__device__ __forceinline__ void barrier_arrive_expecting(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// What the driver makes of a tensor's address, sizes and strides; a parameter of a kernel (`__grid_constant__`).
+struct alignas(64) TensorMap {
+  uint64_t words[16];
+};
+
+// Copy the box that begins at these coordinates, fastest first, to shared memory; `barrier` counts its bytes.
+__device__ __forceinline__ void copy_box(uint32_t target, const TensorMap& map, int c0, int c1, int c2, int c3,
+                                         uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(
+          target),
+      "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
 }
 
 // Wait until the phase with this parity has ended.

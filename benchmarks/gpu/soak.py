@@ -1,0 +1,245 @@
+"""Minutes of mixed load on a real server, and what is left of it afterwards.
+
+    python benchmarks/gpu/soak.py MODEL [--minutes 10] [--clients 48] [--device cuda] [--out FILE]
+
+Clients send prompts of a few to some thousand tokens, greedy and sampled, with and without penalties and
+log-probabilities, alone and several at a time; some leave in the middle of an answer. The KV cache is made
+too small for all of them, so that requests are preempted. Among them a few probes come again and again,
+whose answers are known from when the server had nothing else to do: they must be the same, or part from it
+where the two likeliest tokens were closer than `NEAR` nats, which rounding may decide. In the end nothing
+may be left: no running request, no used block, no grown memory; and the probes, alone again, must answer bit
+for bit as at first. Exit status 1 when something is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from machine import describe_machine, snapshot_path
+from server import Server, running_server
+
+from pegainfer.cli.bench.http import HttpClient, HttpError
+
+NEAR = 0.2
+"""Nats: answers may part where the gap between the two likeliest tokens is smaller; the gate's own limit."""
+STALL_S = 10.0
+GROWTH_MB = 60
+PROBES = ((12, 40), (333, 64), (1500, 48), (3000, 24))  # tokens of the prompt, of the answer
+VOCABULARY = 100_000
+
+
+@dataclass
+class Tally:
+    """What happened."""
+
+    finished: int = 0
+    left: int = 0
+    tokens: int = 0
+    probes_equal: int = 0
+    probes_parted: int = 0
+    longest_gap_s: float = 0.0
+    problems: list[str] = field(default_factory=list)
+
+
+class Answer:
+    """A probe's tokens, and how far the likeliest was ahead of the next at each."""
+
+    def __init__(self, body: Any) -> None:
+        (choice,) = body["choices"]
+        self.token_ids: list[int] = choice["token_ids"]
+        self.scores: list[float] = choice["logprobs"]["token_logprobs"]
+        self.gaps = []
+        for top in choice["logprobs"]["top_logprobs"]:
+            first, second = sorted(top.values(), reverse=True)[:2]
+            self.gaps.append(first - second)
+
+    def parts_from(self, other: Answer) -> int | None:
+        """The first token that differs."""
+        pairs = zip(self.token_ids, other.token_ids, strict=True)
+        return next((index for index, (one, two) in enumerate(pairs) if one != two), None)
+
+
+def main() -> int:
+    """Start the server, run the load, write the snapshot."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--clients", type=int, default=48)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--blocks", type=int, default=3000, help="KV blocks of the cache")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    flags = [
+        *("--skip-tokenizer-init", "--device", options.device, "--max-model-len", "8192"),
+        *("--num-gpu-blocks-override", str(options.blocks), "--disable-uvicorn-access-log"),
+    ]
+    with running_server(options.model, flags) as server:
+        result, problems = asyncio.run(soak(server, options.minutes * 60, options.clients))
+    log = server.log.read_text()
+    problems += [line for line in log.splitlines() if " ERROR " in line or "Traceback" in line][:5]
+    result |= {"minutes": options.minutes, "clients": options.clients, "flags": flags}
+    result["problems"] = problems
+    target = options.out or snapshot_path(f"soak-{options.model.name}")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps(result | describe_machine(), indent=1) + "\n")
+    print(json.dumps(result, indent=1))
+    return 1 if problems else 0
+
+
+async def soak(server: Server, seconds: float, clients: int) -> tuple[dict[str, Any], list[str]]:
+    """The whole course: probes alone, load, probes alone again."""
+    client, tally = HttpClient(server.url), Tally()
+    known = [await probe(client, index) for index in range(len(PROBES))]
+    end = time.monotonic() + seconds
+    workers = [asyncio.create_task(work(server.url, index, end, known, tally)) for index in range(clients)]
+    await asyncio.sleep(min(60.0, seconds / 4))
+    memory, gpu = server.memory_mb(), gpu_memory_mb()
+    await asyncio.gather(*workers)
+    await asyncio.sleep(1.0)
+    metrics = await read_metrics(client)
+    grown = server.memory_mb() - memory
+    again = [await probe(client, index) for index in range(len(PROBES))]
+    problems = tally.problems
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        if metrics[name]:
+            problems.append(f"{name} is {metrics[name]} after the load")
+    if grown > GROWTH_MB:
+        problems.append(f"the server grew by {grown} MB")
+    if gpu_memory_mb() > gpu + 16:
+        problems.append(f"GPU memory grew from {gpu} to {gpu_memory_mb()} MB")
+    if tally.longest_gap_s > STALL_S:
+        problems.append(f"a stream stood still for {tally.longest_gap_s:.1f} s")
+    for index, (first, last) in enumerate(zip(known, again, strict=True)):
+        if (first.token_ids, first.scores) != (last.token_ids, last.scores):
+            problems.append(f"probe {index} answers otherwise than at first")
+    result = {name: value for name, value in vars(tally).items() if name != "problems"}
+    result |= {"preemptions": metrics["num_preemptions_total"], "grown_mb": grown}
+    result["longest_gap_s"] = round(tally.longest_gap_s, 2)
+    return result, problems
+
+
+async def work(url: str, index: int, end: float, known: list[Answer], tally: Tally) -> None:
+    """One client: requests of all kinds, one after the other, with pauses in which bursts gather."""
+    client, rng = HttpClient(url), random.Random(index)
+    while time.monotonic() < end:
+        try:
+            if rng.random() < 0.15:
+                await check_probe(client, rng.randrange(len(PROBES)), known, tally)
+            else:
+                await stream(client, rng, tally)
+        except (HttpError, KeyError, ValueError) as error:
+            tally.problems.append(f"{type(error).__name__}: {error}"[:300])
+            return
+        if rng.random() < 0.1:
+            # All wait for the same full ten seconds, and come back together.
+            await asyncio.sleep(10.0 - time.monotonic() % 10.0)
+
+
+async def probe(client: HttpClient, index: int) -> Answer:
+    """A request whose answer is known."""
+    length, count = PROBES[index]
+    ids = random.Random(1000 + index).choices(range(VOCABULARY), k=length)
+    body = {"prompt": ids, "max_tokens": count, "temperature": 0, "ignore_eos": True, "logprobs": 2}
+    body |= {
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+        "cache_salt": f"probe {random.random()}",
+    }
+    response = await client.request("POST", "/v1/completions", body=body)
+    if response.status != 200:
+        raise HttpError(f"HTTP {response.status}: {response.body[:200]!r}")
+    return Answer(response.json())
+
+
+async def check_probe(client: HttpClient, index: int, known: list[Answer], tally: Tally) -> None:
+    """A probe under load."""
+    answer = await probe(client, index)
+    at = answer.parts_from(known[index])
+    if at is None:
+        tally.probes_equal += 1
+    elif min(known[index].gaps[at], answer.gaps[at]) < NEAR:
+        tally.probes_parted += 1
+    else:
+        tally.problems.append(f"probe {index} parts at {at}, where the gap is {known[index].gaps[at]:.3f}")
+
+
+async def stream(client: HttpClient, rng: random.Random, tally: Tally) -> None:
+    """A streamed request; one in six is left in the middle."""
+    length = int(2 ** rng.uniform(2, 12.5))
+    ids = rng.choices(range(VOCABULARY), k=length)
+    if rng.random() < 0.3:
+        ids[: length // 2] = [index * 7 % VOCABULARY for index in range(length // 2)]  # a common prefix
+    count = rng.randint(1, 160)
+    body: dict[str, Any] = {"prompt": ids, "max_tokens": count, "stream": True, "ignore_eos": True}
+    body["stream_options"] = {"include_usage": True}
+    body["temperature"] = rng.choice([0, 0, 0.7, 1.2])
+    if rng.random() < 0.3:
+        body |= {"top_p": 0.9, "top_k": rng.choice([-1, 40]), "min_p": rng.choice([0, 0.05])}
+    if rng.random() < 0.2:
+        body |= {"presence_penalty": 1.0, "repetition_penalty": 1.1, "frequency_penalty": 0.2}
+    if rng.random() < 0.2:
+        body["logprobs"] = rng.choice([0, 5])
+    if rng.random() < 0.1:
+        body |= {"n": 3, "temperature": 1.0}
+    leaves_after = rng.randint(1, 40) if rng.random() < 1 / 6 else None
+    last, pieces = time.monotonic(), 0
+    left = asyncio.Event()
+
+    def on_body(piece: bytes) -> None:
+        nonlocal last, pieces
+        now = time.monotonic()
+        if pieces:
+            tally.longest_gap_s = max(tally.longest_gap_s, now - last)
+        last = now
+        pieces += 1
+        if leaves_after is not None and pieces >= leaves_after:
+            left.set()
+        if b'"error"' in piece:
+            tally.problems.append(piece[:300].decode(errors="replace"))
+
+    request = asyncio.ensure_future(client.request("POST", "/v1/completions", body=body, on_body=on_body))
+    leaving = asyncio.ensure_future(left.wait())
+    await asyncio.wait({request, leaving}, return_when=asyncio.FIRST_COMPLETED)
+    leaving.cancel()
+    if not request.done():
+        request.cancel()
+        tally.left += 1
+        return
+    response = request.result()
+    if response.status != 200:
+        tally.problems.append(f"HTTP {response.status}: {response.body[:200]!r}")
+    tally.finished += 1
+    tally.tokens += count * body.get("n", 1)
+
+
+async def read_metrics(client: HttpClient) -> dict[str, float]:
+    """The server's own numbers, by name without prefix and labels."""
+    text = (await client.request("GET", "/metrics")).body.decode()
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    return {
+        line.split("{")[0].split(" ")[0].partition(":")[2]: float(line.rsplit(" ", 1)[1]) for line in lines
+    }
+
+
+def gpu_memory_mb() -> int:
+    """Used memory of the first GPU; 0 without one."""
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    try:
+        return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0])
+    except (OSError, subprocess.CalledProcessError):
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
