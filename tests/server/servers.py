@@ -132,10 +132,10 @@ class Server:
 
 
 @contextlib.contextmanager
-def launch(log: Path, *words: str) -> Iterator[Server]:
+def launch(log: Path, *words: str, device: str = "cpu") -> Iterator[Server]:
     """A server process from its command until the block ends, ready or not."""
     port = free_port()
-    command = [sys.executable, "-m", "pegainfer", "serve", *words, "--port", str(port), "--device", "cpu"]
+    command = [sys.executable, "-m", "pegainfer", "serve", *words, "--port", str(port), "--device", device]
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
     try:
@@ -148,9 +148,9 @@ def launch(log: Path, *words: str) -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def serving(log: Path, *words: str) -> Iterator[Server]:
+def serving(log: Path, *words: str, device: str = "cpu") -> Iterator[Server]:
     """A server that is ready."""
-    with launch(log, *words) as server:
+    with launch(log, *words, device=device) as server:
         assert until(lambda: server.health() == 200 or server.process.poll() is not None, 120)
         assert server.process.poll() is None, server.output()
         yield server

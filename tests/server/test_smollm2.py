@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
+
+import pytest
+
 from tests.server.servers import Server
 
 
@@ -59,3 +63,49 @@ def test_unicode_survives(smol: Server) -> None:
         text = "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
         assert text == whole["choices"][0]["text"]
         assert "�" not in text
+
+
+PROMPTS = {
+    "The capital of France is": "Paris",
+    "Once upon a time, in a small village by the sea,": "there",
+    "def fibonacci(n):\n": "fibonacci",
+    "List three primary colours: ": "",
+    "The quick brown fox jumps over the lazy": "dog",
+    "In 1969, the first man who walked on the Moon was": "Armstrong",
+}
+
+
+def assert_close(server: Server, exact: Server) -> None:
+    """Greedy answers of `server`, judged token by token by a server that rounds nothing.
+
+    Its own answer may part where another token is about as likely, and then goes on in another way; so it
+    scores the very tokens of the other. None may be clearly worse than the best one, and log-probabilities
+    must agree.
+    """
+    deltas = []
+    for prompt, word in PROMPTS.items():
+        asked = {"temperature": 0, "return_tokens_as_token_ids": True, "return_token_ids": True}
+        answer = server.complete(prompt=prompt, max_tokens=24, ignore_eos=True, logprobs=0, **asked)
+        choice = answer["choices"][0]
+        assert word in choice["text"]
+        given, tokens = choice["prompt_token_ids"], choice["token_ids"]
+        assert len(tokens) == 24
+        scores = exact.complete(prompt=given + tokens, max_tokens=0, echo=True, logprobs=20, **asked)
+        scores = scores["choices"][0]["logprobs"]
+        theirs = scores["token_logprobs"][len(given) :]
+        best = [max(top.values()) for top in scores["top_logprobs"][len(given) :]]
+        assert max(a - b for a, b in zip(best, theirs, strict=True)) <= 0.2
+        ours = choice["logprobs"]["token_logprobs"]
+        deltas += [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
+    assert statistics.mean(deltas) <= 0.06
+    assert max(deltas) <= 0.3
+    assert max(deltas) > 1e-4  # otherwise both rounded in the same way
+
+
+def test_quantised_it_stays_close_to_float32(smol: Server, smol_float32: Server) -> None:
+    assert_close(smol, smol_float32)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_it_stays_close_to_float32(smol_cuda: Server, smol_float32: Server) -> None:
+    assert_close(smol_cuda, smol_float32)

@@ -34,8 +34,8 @@ class _Slot:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A part of an array that a thread is copying into a slot, and where in `target` it belongs. Both are held
-    until it is on its way, whoever else has let go of them.
+    """A part of an array that a thread is copying into a slot, and where in `target` it belongs. Both are
+    held until it is on its way, whoever else has let go of them.
     """
 
     copied: Future[None]
