@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from pegainfer.ops.raw_weight import RawWeight
-from pegainfer.runtime.dtypes import WeightFormat
+from pegainfer.runtime.dtypes import FP8_BLOCK, WeightFormat
 
-__all__ = ["gguf_metadata", "gguf_name", "write_gguf", "write_safetensors", "write_tensors"]
+__all__ = ["GGUF_TYPES", "gguf_metadata", "gguf_name", "write_gguf", "write_safetensors", "write_tensors"]
 
 GGUF_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 8, "bf16": 30}
-_SAFETENSORS_TYPES = {WeightFormat.f32: "F32", WeightFormat.f16: "F16", WeightFormat.bf16: "BF16"}
+_SAFETENSORS_TYPES = {
+    WeightFormat.f32: "F32",
+    WeightFormat.f16: "F16",
+    WeightFormat.bf16: "BF16",
+    WeightFormat.fp8: "F8_E4M3",
+}
 _SCALARS = {
     "u1": 0,
     "i1": 1,
@@ -52,18 +57,30 @@ _NAMES = {
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, RawWeight]) -> None:
-    """One safetensors file. Values may be made on demand; each is asked for twice."""
+    """One safetensors file. Values may be made on demand; each is asked for twice. An fp8 matrix becomes two
+    tensors: its numbers, and a float32 factor for each of its blocks (`<name>_scale_inv`).
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
+
+    def add(name: str, dtype: str, shape: tuple[int, ...], nbytes: int) -> None:
+        nonlocal offset
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + nbytes]}
+        offset += nbytes
+
     for name, raw in tensors.items():
-        stop = offset + raw.data.nbytes
-        header[name] = {
-            "dtype": _SAFETENSORS_TYPES[raw.format],
-            "shape": list(raw.shape),
-            "data_offsets": [offset, stop],
-        }
-        offset = stop
-    write_tensors(path, header, (raw.data for raw in tensors.values()))
+        add(name, _SAFETENSORS_TYPES[raw.format], raw.shape, raw.data.nbytes)
+        if raw.scales is not None:
+            blocks = raw.scales[::FP8_BLOCK]
+            add(f"{name}_scale_inv", "F32", blocks.shape, blocks.nbytes)
+
+    def chunks() -> Iterator[Any]:
+        for raw in tensors.values():
+            yield raw.data
+            if raw.scales is not None:
+                yield raw.scales[::FP8_BLOCK]
+
+    write_tensors(path, header, chunks())
 
 
 def write_tensors(path: Path, header: Any, chunks: Any = ()) -> None:

@@ -45,7 +45,7 @@ class _NumpyLinear(NumpyLauncher):
     def pack(self, *parts: RawWeight) -> Tensor:
         """The rows, copied; raises `WeightsError` for another shape or format."""
         require_parts(parts, self._facts.format, (self._facts.out_features, self._facts.in_features))
-        return self._device.from_numpy(np.concatenate([raw.data for raw in parts]).reshape(-1))
+        return self._device.from_numpy(np.concatenate([raw.rows() for raw in parts]).reshape(-1))
 
 
 class _NumpyEmbedding(NumpyLauncher):
@@ -58,7 +58,7 @@ class _NumpyEmbedding(NumpyLauncher):
     def pack(self, raw: RawWeight) -> Tensor:
         """The rows, copied; raises `WeightsError` for another shape or format."""
         raw.require(self._facts.format, (self._facts.vocab_size, self._facts.hidden_size))
-        return self._device.from_numpy(raw.data.reshape(-1).copy())
+        return self._device.from_numpy(raw.rows().reshape(-1).copy())
 
 
 class _NumpyExperts(NumpyLauncher):
@@ -81,8 +81,8 @@ class _NumpyExperts(NumpyLauncher):
         facts = self._facts
         gate_up_raw.require(facts.format, (2 * facts.intermediate_size, facts.hidden_size))
         down_raw.require(facts.format, (facts.hidden_size, facts.intermediate_size))
-        gate_up.numpy().reshape(facts.num_experts, -1)[expert] = gate_up_raw.data.reshape(-1)
-        down.numpy().reshape(facts.num_experts, -1)[expert] = down_raw.data.reshape(-1)
+        gate_up.numpy().reshape(facts.num_experts, -1)[expert] = gate_up_raw.rows().reshape(-1)
+        down.numpy().reshape(facts.num_experts, -1)[expert] = down_raw.rows().reshape(-1)
 
 
 _LAUNCHERS: dict[str, type[NumpyLauncher]] = {

@@ -11,7 +11,7 @@ from pegainfer.layers.parameters import BuildContext, Parameter
 from pegainfer.ops.linear import LinearFacts, linear
 from pegainfer.ops.op import bind
 from pegainfer.ops.raw_weight import RawWeight
-from pegainfer.runtime.dtypes import DType, WeightFormat
+from pegainfer.runtime.dtypes import FP8_BLOCK, DType, WeightFormat
 from pegainfer.runtime.tensor import Tensor
 
 __all__ = ["Linear", "Piece"]
@@ -53,8 +53,8 @@ class Linear:
     """`out = x W^T + b`, or `out += ...` with `accumulate`.
 
     The outputs of the pieces stand side by side. A checkpoint may store them in different formats; then each
-    run of equal formats is a launch of its own. `out` names an element type of the result other than that of
-    activations.
+    run of equal formats is a launch of its own, and so is an fp8 piece whose rows are no whole blocks. `out`
+    names an element type of the result other than that of activations.
     """
 
     def __init__(
@@ -72,10 +72,12 @@ class Linear:
         self._groups: list[_Group] = []
         start = 0
 
-        def format_of(piece: Piece) -> WeightFormat:
-            return context.table.format_of(f"{piece.name}.weight")
+        def kind_of(piece: Piece) -> tuple[WeightFormat, str]:
+            format = context.table.format_of(f"{piece.name}.weight")
+            cuts = format is WeightFormat.fp8 and piece.out_features % FP8_BLOCK != 0
+            return format, piece.name if cuts else ""
 
-        for format, members in groupby(pieces, format_of):
+        for (format, _), members in groupby(pieces, kind_of):
             group = list(members)
             stop = start + sum(piece.out_features for piece in group)
             facts = LinearFacts(in_features, stop - start, format, context.act, bias, accumulate, out)

@@ -14,6 +14,7 @@ from typing import Any
 from pegainfer.errors import ConfigError
 from pegainfer.layers.rotary import RopeParameters, RopeType
 from pegainfer.runtime.dtypes import DType
+from pegainfer.weights.fp8 import check_quantization
 
 __all__ = ["ConfigReader", "ModelConfig", "MoeConfig", "read_config"]
 
@@ -150,7 +151,11 @@ def read_config(values: Mapping[str, Any], architecture: str) -> ModelConfig:
         raise config.error("hidden_act", "silu", activation)
     tied = outer if outer.raw("tie_word_embeddings") is not None else config
     _refuse_sliding_window(config)
-    _refuse_quantization(config, outer)
+    quantization = config.raw("quantization_config") or outer.raw("quantization_config")
+    if quantization:
+        if not isinstance(quantization, Mapping):
+            raise config.error("quantization_config", "an object", quantization)
+        check_quantization(quantization)
     max_positions = config.integer("max_position_embeddings", high=_MAX_POSITIONS)
     rope = _read_rope(config, head_dim, max_positions)
     if rope.type is RopeType.yarn:
@@ -201,16 +206,6 @@ def _refuse_sliding_window(config: ConfigReader) -> None:
         raise ConfigError(
             "model configuration: sliding-window attention is not supported; "
             "pass --hf-overrides '{\"use_sliding_window\": false}' if the window is longer than your prompts"
-        )
-
-
-def _refuse_quantization(config: ConfigReader, outer: ConfigReader) -> None:
-    section = config.section("quantization_config") or outer.section("quantization_config")
-    if section is not None:
-        method = section.text("quant_method", default="unknown")
-        raise ConfigError(
-            f"model configuration: weights quantised by {method!r} are not supported; "
-            "use an unquantised or a GGUF checkpoint"
         )
 
 

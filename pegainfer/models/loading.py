@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from pegainfer.errors import WeightsError
 from pegainfer.layers.parameters import ParameterTable, convert
+from pegainfer.runtime.device import DeviceKind
 from pegainfer.runtime.dtypes import DType, WeightFormat
 from pegainfer.weights.checkpoint import Checkpoint
 
@@ -21,9 +22,13 @@ _PLAIN = {DType.float32: WeightFormat.f32, DType.float16: WeightFormat.f16, DTyp
 _SHOWN = 4
 
 
-def kept_format(stored: WeightFormat, dtype: DType | None) -> WeightFormat:
-    """How a matrix is kept: quantised ones as stored, plain ones in `dtype` unless that is None (`auto`)."""
-    return stored if stored.is_quantized or dtype is None else _PLAIN[dtype]
+def kept_format(stored: WeightFormat, dtype: DType, *, convert: bool, kind: DeviceKind) -> WeightFormat:
+    """How a matrix of a model of `dtype` is kept: quantised ones as stored, plain ones too unless `convert`
+    asks for `dtype`. A CPU has no instructions for fp8 numbers: there they are expanded to `dtype`.
+    """
+    if stored is WeightFormat.fp8 and kind is DeviceKind.cpu:
+        return _PLAIN[dtype]
+    return _PLAIN[dtype] if convert and not stored.is_quantized else stored
 
 
 def main_format(table: ParameterTable) -> WeightFormat:
@@ -77,7 +82,7 @@ def load_parameters(
                 f"tensor {name} has the shape {list(raw.shape)}, the model needs {list(entry.shape)}"
             )
         entry.accept(convert(raw, entry.format, name=name))
-        on_tensor(raw.data.nbytes)
+        on_tensor(raw.nbytes)
 
 
 def _is_ignorable(name: str, table: ParameterTable) -> bool:

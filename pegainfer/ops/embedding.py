@@ -46,7 +46,7 @@ def _reference(
     out: Array,  # [T, hidden_size]
 ) -> None:
     rows = np.ascontiguousarray(weight.reshape(facts.vocab_size, -1)[token_ids])
-    out[...] = RawWeight(facts.format, (len(token_ids), facts.hidden_size), rows).dequantize()
+    out[...] = RawWeight.from_rows(facts.format, (len(token_ids), facts.hidden_size), rows).dequantize()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,7 +57,7 @@ class _Table:
 
     def for_reference(self, facts: EmbeddingFacts) -> Array:
         """The rows as they are."""
-        return self.raw.data.reshape(-1)
+        return self.raw.rows().reshape(-1)
 
     def for_device(self, facts: EmbeddingFacts, device: Device, *, provider: str, launcher: Any) -> Tensor:
         """Packed by the launcher, or by the linear provider of the same name."""

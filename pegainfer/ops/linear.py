@@ -3,7 +3,7 @@
 How the activations meet a weight follows from its format, and the reference does the same, so that providers
 are compared tightly:
 
-- `f32`, `f16`: activations in float32.
+- `f32`, `f16`, `fp8`: activations in float32.
 - `bf16`: activations rounded to bfloat16, sums in float32.
 - `q8_0`, `q4_0`, `q4_1`: activations quantised to int8 in groups of 32 (scale `max|x| / 127`), integer dot
   products, and one product of scales per group.
@@ -23,7 +23,7 @@ import numpy as np
 from pegainfer.ops.op import Case, Op
 from pegainfer.ops.raw_weight import RawWeight
 from pegainfer.runtime.device import Device
-from pegainfer.runtime.dtypes import DType, WeightFormat
+from pegainfer.runtime.dtypes import FP8_BLOCK, DType, WeightFormat
 from pegainfer.runtime.tensor import Tensor
 
 __all__ = [
@@ -37,7 +37,9 @@ __all__ = [
 Array = np.ndarray[Any, Any]
 
 GROUP = 32  # activations that share a scale
+_MEAN_E4M3 = 97.0  # root mean square of all finite e4m3 numbers
 
+_INTEGERS = (WeightFormat.q8_0, WeightFormat.q4_0, WeightFormat.q4_1)
 _PLAIN = {
     WeightFormat.f32: DType.float32,
     WeightFormat.f16: DType.float16,
@@ -80,11 +82,12 @@ def _reference(
     out: Array,  # [T, out_features]
 ) -> None:
     shape = (facts.out_features, facts.in_features)
-    raw = RawWeight(facts.format, shape, np.ascontiguousarray(weight).reshape(facts.out_features, -1))
+    rows_of_weight = np.ascontiguousarray(weight).reshape(facts.out_features, -1)
+    raw = RawWeight.from_rows(facts.format, shape, rows_of_weight)
     values, rows = raw.dequantize(), x.astype(np.float32)
     if facts.format is WeightFormat.bf16:
         rows = rows.astype(DType.bfloat16.numpy).astype(np.float32)
-    elif facts.format.is_quantized:
+    elif facts.format in _INTEGERS:
         quants, scales = quantize_groups(rows)
         rows = (quants * scales[..., None]).astype(np.float32).reshape(rows.shape)
     # One row at a time: a library may sum differently for another number of rows.
@@ -102,7 +105,7 @@ class PackedWeight:
 
     def for_reference(self, facts: Any) -> Array:
         """The rows as they are."""
-        return self.raw.data.reshape(-1)
+        return self.raw.rows().reshape(-1)
 
     def for_device(self, facts: Any, device: Device, *, provider: str, launcher: Any) -> Tensor:
         """What the launcher's `pack` makes of them."""
@@ -118,6 +121,8 @@ def random_weight(rng: np.random.Generator, format: WeightFormat, rows: int, col
     if not format.is_quantized:
         values = rng.normal(0, scale, (rows, columns)).astype(_PLAIN[format].numpy)
         return RawWeight(format, (rows, columns), values.view(np.uint8))
+    if format is WeightFormat.fp8:
+        return _random_fp8(rng, rows, columns)
     blocks = rng.integers(0, 256, (rows, columns // format.block_size, format.block_bytes), np.uint8)
     largest = 128 if format is WeightFormat.q8_0 else 8
     header = (2 * scale / largest * rng.uniform(0.5, 1.5, blocks.shape[:2])).astype(np.float16)
@@ -125,6 +130,17 @@ def random_weight(rng: np.random.Generator, format: WeightFormat, rows: int, col
     if format is WeightFormat.q4_1:
         blocks[..., 2:4] = (header * -7.5).astype(np.float16)[..., None].view(np.uint8)
     return RawWeight(format, (rows, columns), blocks.reshape(rows, -1))
+
+
+def _random_fp8(rng: np.random.Generator, rows: int, columns: int) -> RawWeight:
+    """All numbers that there are, and scales of any float32 value."""
+    codes = (
+        rng.integers(0, 127, (rows, columns), np.uint8) | rng.integers(0, 2, (rows, columns), np.uint8) << 7
+    )
+    blocks = (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
+    scales = columns**-0.5 / _MEAN_E4M3 * rng.uniform(0.3, 1.7, blocks)
+    by_row = np.repeat(scales.astype(np.float32), FP8_BLOCK, axis=0)[:rows]
+    return RawWeight(WeightFormat.fp8, (rows, columns), codes.astype(np.uint8), by_row)
 
 
 def _cases(rng: np.random.Generator) -> Iterator[Case[LinearFacts]]:
@@ -142,11 +158,19 @@ def _cases(rng: np.random.Generator) -> Iterator[Case[LinearFacts]]:
             for rows, columns, outputs in sizes:
                 for has_bias, accumulate in ((False, False), (True, False), (False, True)):
                     yield _case(rng, LinearFacts(columns, outputs, format, act, has_bias, accumulate), rows)
-    for columns, outputs in ((40, 17), (2, 3), (100, 64)):  # plain formats take any width
-        for format in _PLAIN:
+    for columns, outputs in ((40, 17), (2, 3), (100, 64)):  # these formats take any width
+        for format in (*_PLAIN, WeightFormat.fp8):
             yield _case(rng, LinearFacts(columns, outputs, format, DType.float32), 5)
     yield _case(rng, LinearFacts(128, 300, WeightFormat.bf16, DType.bfloat16, out=DType.float32), 4)
     yield _case(rng, LinearFacts(128, 300, WeightFormat.bf16, DType.bfloat16, out=DType.float32), 40)
+    for act in (DType.bfloat16, DType.float16):  # many blocks, whole and cut
+        for rows, columns, outputs in ((3, 1024, 700), (16, 640, 2100), (50, 256, 384), (70, 384, 260)):
+            for has_bias, accumulate in ((True, False), (False, True)):
+                yield _case(
+                    rng, LinearFacts(columns, outputs, WeightFormat.fp8, act, has_bias, accumulate), rows
+                )
+    yield _case(rng, LinearFacts(128, 300, WeightFormat.fp8, DType.bfloat16, out=DType.float32), 4)
+    yield _case(rng, LinearFacts(128, 300, WeightFormat.fp8, DType.bfloat16, out=DType.float32), 80)
 
 
 def _case(rng: np.random.Generator, facts: LinearFacts, rows: int) -> Case[LinearFacts]:
@@ -174,8 +198,8 @@ def _tolerance(facts: LinearFacts) -> float:
     type and leaves the activations as they are.
     """
     if facts.act is not DType.float32:
-        return 2e-2 if facts.format.is_quantized else 5e-3
-    return 2e-6 if facts.format in (WeightFormat.f32, WeightFormat.f16) else 2e-5
+        return 2e-2 if facts.format in _INTEGERS else 5e-3
+    return 2e-5 if facts.format in (WeightFormat.bf16, *_INTEGERS) else 2e-6
 
 
 linear: Op[LinearFacts] = Op("linear", _reference, _cases, _tolerance)

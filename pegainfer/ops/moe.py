@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from pegainfer.ops.activation import silu
-from pegainfer.ops.linear import LinearFacts, linear
+from pegainfer.ops.linear import LinearFacts, linear, random_weight
 from pegainfer.ops.op import Case, Op
 from pegainfer.ops.raw_weight import RawWeight
 from pegainfer.runtime.device import Device
@@ -30,12 +30,6 @@ __all__ = [
 ]
 
 Array = np.ndarray[Any, Any]
-
-_PLAIN = {
-    WeightFormat.f32: DType.float32,
-    WeightFormat.f16: DType.float16,
-    WeightFormat.bf16: DType.bfloat16,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +109,7 @@ class ExpertWeights:
     def for_reference(self, facts: MoeExpertsFacts) -> Array:
         """The experts' bytes, row-major."""
         raws = self.gate_up if self.part == "gate_up" else self.down
-        return np.concatenate([raw.data.reshape(-1) for raw in raws])
+        return np.concatenate([raw.rows().reshape(-1) for raw in raws])
 
     def for_device(self, facts: MoeExpertsFacts, device: Device, *, provider: str, launcher: Any) -> Tensor:
         """The experts packed one by one by the launcher."""
@@ -124,21 +118,6 @@ class ExpertWeights:
         for expert, (first, second) in enumerate(zip(self.gate_up, self.down, strict=True)):
             launcher.pack_expert(expert, first, second, gate_up, down)
         return gate_up if self.part == "gate_up" else down
-
-
-def _random_raw(rng: np.random.Generator, format: WeightFormat, rows: int, columns: int) -> RawWeight:
-    """Weights of about unit gain in a checkpoint's format."""
-    scale = columns**-0.5
-    if not format.is_quantized:
-        values = rng.normal(0, scale, (rows, columns))
-        return RawWeight(format, (rows, columns), values.astype(_PLAIN[format].numpy).view(np.uint8))
-    blocks = rng.integers(0, 256, (rows, columns // format.block_size, format.block_bytes), np.uint8)
-    largest = 128 if format is WeightFormat.q8_0 else 8
-    header = np.full(blocks.shape[:2], 2 * scale / largest, np.float16)
-    blocks[..., :2] = header[..., None].view(np.uint8)
-    if format is WeightFormat.q4_1:
-        blocks[..., 2:4] = (header * -7.5).astype(np.float16)[..., None].view(np.uint8)
-    return RawWeight(format, (rows, columns), blocks.reshape(rows, -1))
 
 
 def _router_cases(rng: np.random.Generator) -> Iterator[Case[MoeRouterFacts]]:
@@ -173,14 +152,15 @@ def _experts_cases(rng: np.random.Generator) -> Iterator[Case[MoeExpertsFacts]]:
             ):
                 facts = MoeExpertsFacts(num_experts, top_k, hidden, intermediate, format, act)
                 yield experts_case(rng, facts, rows)
+        yield experts_case(rng, MoeExpertsFacts(4, 2, 256, 128, WeightFormat.fp8, act), 9)
 
 
 def experts_case(rng: np.random.Generator, facts: MoeExpertsFacts, rows: int) -> Case[MoeExpertsFacts]:
     """A case of `rows` tokens, none of whom goes to the last expert."""
     num_experts, top_k = facts.num_experts, facts.top_k
     hidden, intermediate, format = facts.hidden_size, facts.intermediate_size, facts.format
-    gate_up = [_random_raw(rng, format, 2 * intermediate, hidden) for _ in range(num_experts)]
-    down = [_random_raw(rng, format, hidden, intermediate) for _ in range(num_experts)]
+    gate_up = [random_weight(rng, format, 2 * intermediate, hidden) for _ in range(num_experts)]
+    down = [random_weight(rng, format, hidden, intermediate) for _ in range(num_experts)]
     ids = np.argsort(rng.random((rows, num_experts)), axis=1)[:, :top_k].astype(np.int32)
     ids[ids == num_experts - 1] = 0  # some go twice to the first one instead
     return Case(
@@ -208,7 +188,7 @@ def _experts_tolerance(facts: MoeExpertsFacts) -> float:
     """
     if facts.act is not DType.float32:
         return 2e-2 if facts.format.is_quantized else 5e-3
-    if facts.format in (WeightFormat.f32, WeightFormat.f16):
+    if facts.format in (WeightFormat.f32, WeightFormat.f16, WeightFormat.fp8):
         return 1e-5
     return 5e-3 if facts.format.is_quantized else 2e-3
 

@@ -76,7 +76,7 @@ class _LinearWeight:
 
     def for_reference(self, facts: NormLinearFacts) -> Array:
         """The rows as they are."""
-        return self.raw.data.reshape(-1)
+        return self.raw.rows().reshape(-1)
 
     def for_device(self, facts: NormLinearFacts, device: Device, *, provider: str, launcher: Any) -> Tensor:
         """Packed by the linear provider of the same name."""
@@ -88,15 +88,21 @@ class _LinearWeight:
 
 
 def _cases(rng: np.random.Generator) -> Iterator[Case[NormLinearFacts]]:
-    for rows, columns, outputs, gated, has_bias, out in (
-        (1, 2560, 640, False, False, None),
-        (3, 128, 70, False, True, None),
-        (8, 576, 192, True, False, None),
-        (9, 192, 77, True, True, None),
-        (16, 1024, 300, False, False, DType.float32),
+    bf16, fp8 = WeightFormat.bf16, WeightFormat.fp8
+    for format, rows, columns, outputs, gated, has_bias, out in (
+        (bf16, 1, 2560, 640, False, False, None),
+        (bf16, 3, 128, 70, False, True, None),
+        (bf16, 8, 576, 192, True, False, None),
+        (bf16, 9, 192, 77, True, True, None),
+        (bf16, 16, 1024, 300, False, False, DType.float32),
+        (fp8, 1, 2560, 640, False, False, None),
+        (fp8, 3, 128, 70, False, True, None),
+        (fp8, 8, 640, 384, True, False, None),
+        (fp8, 9, 256, 128, True, True, None),
+        (fp8, 16, 1024, 300, False, False, DType.float32),
     ):
         facts = NormLinearFacts(
-            columns, outputs, WeightFormat.bf16, DType.bfloat16, 1e-6, has_bias=has_bias, gated=gated, out=out
+            columns, outputs, format, DType.bfloat16, 1e-6, has_bias=has_bias, gated=gated, out=out
         )
         weight_rows = facts.linear.out_features
         arguments: dict[str, Any] = {
@@ -107,8 +113,9 @@ def _cases(rng: np.random.Generator) -> Iterator[Case[NormLinearFacts]]:
         }
         if has_bias:
             arguments["bias"] = rng.normal(0, 1, weight_rows).astype(np.float32)
+        flags = f"{'-gated' if gated else ''}{'-bias' if has_bias else ''}"
         yield Case(
-            name=f"{rows}x{columns}x{outputs}{'-gated' if gated else ''}{'-bias' if has_bias else ''}",
+            name=f"{format}-{rows}x{columns}x{outputs}{flags}",
             facts=facts,
             arguments=arguments,
             outputs=("out",),

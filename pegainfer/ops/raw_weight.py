@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from pegainfer.errors import WeightsError
-from pegainfer.runtime.dtypes import DType, WeightFormat
+from pegainfer.runtime.dtypes import FP8_BLOCK, DType, WeightFormat
 
 __all__ = ["RawWeight", "require_parts", "stack"]
 
@@ -26,12 +27,26 @@ class RawWeight:
 
     `shape` is the logical shape, outermost dimension first: `(out, in)` for a matrix, `(size,)` for a vector.
     `data` is uint8 `[rows, row_bytes]`, where a row is the last dimension (a vector is one row); it may be a
-    view of a mapped file, so it is only to be read. Raises `WeightsError` if `data` does not fit `shape`.
+    view of a mapped file, so it is only to be read. An `fp8` weight is a matrix; its `data` are the numbers
+    alone, and `scales` holds the scale of each row and 128 columns, float32 `[rows, ceil(columns / 128)]`:
+    matrices whose rows are no multiple of 128 can be stacked like any others. Raises `WeightsError` if `data`
+    or `scales` do not fit `shape`.
     """
 
     format: WeightFormat
     shape: tuple[int, ...]
     data: np.ndarray[Any, np.dtype[np.uint8]]
+    scales: np.ndarray[Any, np.dtype[np.float32]] | None = None
+
+    @classmethod
+    def from_rows(
+        cls, format: WeightFormat, shape: tuple[int, ...], rows: np.ndarray[Any, np.dtype[np.uint8]]
+    ) -> RawWeight:
+        """The weight of `rows`, as `rows()` gives them."""
+        if format is not WeightFormat.fp8:
+            return cls(format, shape, rows)
+        scales = np.ascontiguousarray(rows[:, shape[-1] :]).view(np.float32)
+        return cls(format, shape, rows[:, : shape[-1]], scales)
 
     def __post_init__(self) -> None:
         rows, columns = self.num_rows, self.shape[-1] if self.shape else 1
@@ -39,11 +54,20 @@ class RawWeight:
             raise WeightsError(
                 f"rows of {columns} values are not whole {self.format} blocks of {self.format.block_size}"
             )
-        expected = (rows, self.format.row_bytes(columns))
+        is_fp8 = self.format is WeightFormat.fp8
+        if is_fp8 != (self.scales is not None) or (is_fp8 and len(self.shape) != 2):
+            raise WeightsError(f"a {self.format} weight of shape {list(self.shape)} with or without scales")
+        expected = (rows, columns if is_fp8 else self.format.row_bytes(columns))
         if self.data.dtype != np.uint8 or self.data.shape != expected:
             raise WeightsError(
                 f"a {self.format} weight of shape {list(self.shape)} needs uint8 data of shape "
                 f"{list(expected)}, got {self.data.dtype} of shape {list(self.data.shape)}"
+            )
+        scales = (rows, -(-columns // FP8_BLOCK))
+        if self.scales is not None and (self.scales.dtype != np.float32 or self.scales.shape != scales):
+            raise WeightsError(
+                f"an fp8 weight of shape {list(self.shape)} needs float32 scales of shape {list(scales)}, "
+                f"got {self.scales.dtype} of shape {list(self.scales.shape)}"
             )
 
     @property
@@ -61,11 +85,27 @@ class RawWeight:
                 f"expected a {format} weight of shape {list(shape)}, got {self.format} {list(self.shape)}"
             )
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows."""
+        return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
+    def rows(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """Rows that can stand alone, uint8 `[rows, row_bytes]`: `data`, and behind each row its scales."""
+        if self.scales is None:
+            return self.data
+        scales = np.ascontiguousarray(self.scales).view(np.uint8)
+        return np.concatenate([self.data, scales], axis=1)
+
     def dequantize(self) -> np.ndarray[Any, np.dtype[np.float32]]:
         """The values as a new float32 array of `shape`."""
         if self.format in _PLAIN:
             plain = np.ascontiguousarray(self.data).view(_PLAIN[self.format])
             return plain.astype(np.float32).reshape(self.shape)
+        if self.scales is not None:
+            values: np.ndarray[Any, np.dtype[np.float32]] = _E4M3[self.data]
+            values *= np.repeat(self.scales, FP8_BLOCK, axis=1)[:, : self.shape[1]]
+            return values
         blocks = np.ascontiguousarray(self.data).reshape(-1, self.format.block_bytes)
         return _DEQUANTIZE[self.format](blocks).reshape(self.shape)
 
@@ -75,7 +115,13 @@ def stack(parts: Sequence[RawWeight]) -> RawWeight:
     if len(parts) == 1:
         return parts[0]
     rows = sum(raw.shape[0] for raw in parts)
-    return RawWeight(parts[0].format, (rows, parts[0].shape[1]), np.concatenate([raw.data for raw in parts]))
+    scales = [raw.scales for raw in parts if raw.scales is not None]
+    return RawWeight(
+        parts[0].format,
+        (rows, parts[0].shape[1]),
+        np.concatenate([raw.data for raw in parts]),
+        np.concatenate(scales) if scales else None,
+    )
 
 
 def require_parts(parts: Sequence[RawWeight], format: WeightFormat, shape: tuple[int, int]) -> None:
@@ -87,6 +133,8 @@ def require_parts(parts: Sequence[RawWeight], format: WeightFormat, shape: tuple
     if rows != shape[0]:
         raise WeightsError(f"expected a {format} weight of shape {list(shape)}, got {rows} rows")
 
+
+_E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 
 Blocks = np.ndarray[Any, np.dtype[np.uint8]]  # [num_blocks, block_bytes]
 Values = np.ndarray[Any, np.dtype[np.float32]]  # [num_blocks, 32]

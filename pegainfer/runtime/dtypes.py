@@ -7,7 +7,10 @@ from enum import StrEnum
 import ml_dtypes
 import numpy as np
 
-__all__ = ["DType", "WeightFormat"]
+__all__ = ["FP8_BLOCK", "DType", "WeightFormat"]
+
+FP8_BLOCK = 128
+"""Rows and columns of an fp8 matrix that share a scale."""
 
 
 class DType(StrEnum):
@@ -54,13 +57,16 @@ _FROM_NUMPY = {numpy: dtype for dtype, numpy in _NUMPY.items()}
 
 
 class WeightFormat(StrEnum):
-    """How a weight matrix is stored: a plain element type or blocks of quantised values along the input
-    dimension.
+    """How a weight matrix is stored: a plain element type, or quantised values that share scales.
 
-    Block formats are those of GGUF: a row is a sequence of blocks of 32 values.
+    Most quantised formats are those of GGUF: a row is a sequence of blocks of 32 values.
     `q8_0`: fp16 scale, 32 int8. `q4_0`: fp16 scale, 16 bytes of nibbles, value `d * (q - 8)`.
     `q4_1`: fp16 scale, fp16 minimum, 16 bytes of nibbles, value `d * q + m`. In a nibble byte `j` the low
     half is value `j`, the high half value `j + 16`.
+
+    `fp8` is that of Hugging Face checkpoints: e4m3 numbers, and a float32 scale for each block of 128 x 128
+    of them (those at the edges may be smaller). Scales lie apart from the numbers; `row_bytes` counts what a
+    row needs on its own: a byte a number, then the scales of its blocks.
     """
 
     f32 = "f32"
@@ -69,10 +75,11 @@ class WeightFormat(StrEnum):
     q8_0 = "q8_0"
     q4_0 = "q4_0"
     q4_1 = "q4_1"
+    fp8 = "fp8"
 
     @property
     def block_size(self) -> int:
-        """Values per block (1 for plain element types)."""
+        """Values that a row can only hold together (1 where it may have any length)."""
         return _BLOCK[self][0]
 
     @property
@@ -82,8 +89,8 @@ class WeightFormat(StrEnum):
 
     @property
     def is_quantized(self) -> bool:
-        """Whether values share scales in blocks."""
-        return self.block_size > 1
+        """Whether values share scales."""
+        return self.block_size > 1 or self is WeightFormat.fp8
 
     def row_bytes(self, columns: int) -> int:
         """Bytes of one row of `columns` values; raises `ValueError` if `columns` is not a whole number of
@@ -93,7 +100,8 @@ class WeightFormat(StrEnum):
             raise ValueError(
                 f"{columns} columns are not a whole number of {self} blocks of {self.block_size}"
             )
-        return columns // self.block_size * self.block_bytes
+        scales = -(-columns // FP8_BLOCK) * 4 if self is WeightFormat.fp8 else 0
+        return columns // self.block_size * self.block_bytes + scales
 
 
 _BLOCK: dict[WeightFormat, tuple[int, int]] = {
@@ -103,4 +111,5 @@ _BLOCK: dict[WeightFormat, tuple[int, int]] = {
     WeightFormat.q8_0: (32, 34),
     WeightFormat.q4_0: (32, 18),
     WeightFormat.q4_1: (32, 20),
+    WeightFormat.fp8: (1, 1),
 }

@@ -1,17 +1,19 @@
-"""Quantisation of float values into the block formats: for dummy weights, model writers and tests."""
+"""Quantisation of float values into the quantised formats: for dummy weights, model writers and tests."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from pegainfer.ops.raw_weight import RawWeight
-from pegainfer.runtime.dtypes import DType, WeightFormat
+from pegainfer.runtime.dtypes import FP8_BLOCK, DType, WeightFormat
 
 __all__ = ["quantize"]
 
+_E4M3_MAX = 448.0
 _PLAIN = {
     WeightFormat.f32: DType.float32.numpy,
     WeightFormat.f16: DType.float16.numpy,
@@ -20,9 +22,11 @@ _PLAIN = {
 
 
 def quantize(values: np.ndarray[Any, Any], format: WeightFormat) -> RawWeight:
-    """`values` (any shape) rounded to `format`. The last dimension must be whole blocks; raises
-    `ValueError`.
+    """`values` (any shape, but a matrix for fp8) rounded to `format`. The last dimension must be whole
+    blocks; raises `ValueError`.
     """
+    if format is WeightFormat.fp8:
+        return _fp8(values.astype(np.float32))
     row_bytes = format.row_bytes(values.shape[-1])
     if format in _PLAIN:
         data = np.ascontiguousarray(values.astype(_PLAIN[format])).view(np.uint8)
@@ -30,6 +34,20 @@ def quantize(values: np.ndarray[Any, Any], format: WeightFormat) -> RawWeight:
         groups = values.astype(np.float32).reshape(-1, format.block_size)
         data = _QUANTIZE[format](groups)
     return RawWeight(format, values.shape, data.reshape(math.prod(values.shape[:-1]), row_bytes))
+
+
+def _fp8(values: np.ndarray[Any, np.dtype[np.float32]]) -> RawWeight:
+    """A scale for every 128 x 128 values, at which the largest of them is the largest e4m3 number."""
+    if values.ndim != 2 or not values.size:
+        raise ValueError(f"an fp8 weight is a matrix, not an array of shape {list(values.shape)}")
+    rows, columns = values.shape
+    largest = np.maximum.reduceat(np.abs(values), np.arange(0, rows, FP8_BLOCK), axis=0)
+    largest = np.maximum.reduceat(largest, np.arange(0, columns, FP8_BLOCK), axis=1)
+    scales = np.where(largest > 0, largest / np.float32(_E4M3_MAX), np.float32(1.0))
+    scales = np.repeat(scales, FP8_BLOCK, axis=0)[:rows]
+    numbers = values / np.repeat(scales, FP8_BLOCK, axis=1)[:, :columns]
+    data = numbers.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    return RawWeight(WeightFormat.fp8, (rows, columns), data, scales)
 
 
 Groups = np.ndarray[Any, np.dtype[np.float32]]  # [num_blocks, 32]

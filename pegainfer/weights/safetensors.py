@@ -21,6 +21,7 @@ from pegainfer.errors import WeightsError
 from pegainfer.ops.raw_weight import RawWeight
 from pegainfer.runtime.dtypes import WeightFormat
 from pegainfer.weights.checkpoint import TensorInfo, canonical_names
+from pegainfer.weights.fp8 import SCALE_SUFFIX, fp8_weight, scale_shape
 
 __all__ = ["SafetensorsCheckpoint", "SafetensorsFile", "StoredTensor", "map_file"]
 
@@ -30,6 +31,7 @@ _ITEMSIZE = {
     "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
     "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
 }  # fmt: skip
+_FP8 = "F8_E4M3"
 _FORMATS = {"F32": WeightFormat.f32, "F16": WeightFormat.f16, "BF16": WeightFormat.bf16}
 
 
@@ -70,10 +72,14 @@ class SafetensorsFile:
 
     def get(self, name: str) -> RawWeight:
         """The tensor as a view of the mapped file."""
-        info, tensor = self.info(name), self.tensors[name]
-        row_bytes = info.format.row_bytes(info.shape[-1] if info.shape else 1)
-        data = self._data[tensor.start : tensor.stop].reshape(math.prod(info.shape[:-1]), row_bytes)
-        return RawWeight(info.format, info.shape, data)
+        info = self.info(name)
+        return RawWeight(info.format, info.shape, self.rows(name))
+
+    def rows(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """The bytes of a tensor of any type, `[rows, row_bytes]`, as a view of the mapped file."""
+        tensor = self.tensors[name]
+        row_bytes = (tensor.shape[-1] if tensor.shape else 1) * _ITEMSIZE[tensor.dtype]
+        return self._data[tensor.start : tensor.stop].reshape(math.prod(tensor.shape[:-1]), row_bytes)
 
     def _parse(self, header: bytes) -> dict[str, Any]:
         def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -130,7 +136,10 @@ class SafetensorsFile:
 
 
 class SafetensorsCheckpoint:
-    """A Hugging Face directory: one or several safetensors files under one set of names."""
+    """A Hugging Face directory: one or several safetensors files under one set of names.
+
+    An FP8 matrix and the tensor of its factors are one tensor here, of the matrix's name.
+    """
 
     def __init__(self, path: Path, config: dict[str, Any], generation_config: dict[str, Any]) -> None:
         self.path = path
@@ -144,18 +153,48 @@ class SafetensorsCheckpoint:
         self._tensors = {name: (file, old) for name, file, old in found}
 
     def names(self) -> list[str]:
-        return list(self._tensors)
+        return [name for name in self._tensors if not self._belongs_to_another(name)]
 
     def info(self, name: str) -> TensorInfo:
         file, stored = self._find(name)
-        return file.info(stored)
+        if not self._is_fp8(name):
+            return file.info(stored)
+        shape = file.tensors[stored].shape
+        self._check_scales(name, shape)
+        return TensorInfo(WeightFormat.fp8, shape)
 
     def get(self, name: str) -> RawWeight:
         file, stored = self._find(name)
-        return file.get(stored)
+        info = self.info(name)
+        if info.format is not WeightFormat.fp8:
+            return file.get(stored)
+        scales_file, scales = self._find(name + SCALE_SUFFIX)
+        return fp8_weight(info.shape, file.rows(stored), scales_file.get(scales), name=name)
 
     def close(self) -> None:
         self._tensors = {}
+
+    def _is_fp8(self, name: str) -> bool:
+        found = self._tensors.get(name)
+        return found is not None and found[0].tensors[found[1]].dtype == _FP8
+
+    def _belongs_to_another(self, name: str) -> bool:
+        return name.endswith(SCALE_SUFFIX) and self._is_fp8(name.removesuffix(SCALE_SUFFIX))
+
+    def _check_scales(self, name: str, shape: tuple[int, ...]) -> None:
+        if len(shape) != 2:
+            raise WeightsError(
+                f"{self.path}: the FP8 tensor {name!r} has the shape {list(shape)}, no matrix's"
+            )
+        if name + SCALE_SUFFIX not in self._tensors:
+            raise WeightsError(f"{self.path}: the FP8 tensor {name!r} has no {name + SCALE_SUFFIX!r}")
+        file, stored = self._tensors[name + SCALE_SUFFIX]
+        found = file.info(stored).shape
+        if found != scale_shape(shape):
+            raise WeightsError(
+                f"{self.path}: tensor {name + SCALE_SUFFIX!r} has the shape {list(found)}, an FP8 matrix of "
+                f"shape {list(shape)} needs {list(scale_shape(shape))}"
+            )
 
     def _find(self, name: str) -> tuple[SafetensorsFile, str]:
         if name not in self._tensors:

@@ -161,12 +161,12 @@ def _build_model(
     """Bind every op, by the formats in the checkpoint's headers."""
     load_providers(device.kind)
     present = set(checkpoint.names())
-    asked = None if config.model.dtype == "auto" else dtype
+    convert = config.model.dtype != "auto"
 
     def format_of(name: str) -> WeightFormat:
         # A missing tensor is reported with all the others, once they are known.
         stored = checkpoint.info(name).format if name in present else WeightFormat.bf16
-        return kept_format(stored, asked)
+        return kept_format(stored, dtype, convert=convert, kind=device.kind)
 
     context = BuildContext(
         table=ParameterTable(device, format_of),

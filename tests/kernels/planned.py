@@ -37,6 +37,12 @@ _QWEN3 = {
 
 MODELS: dict[str, dict[str, Any]] = {
     "Qwen3-4B": {**_QWEN3, "hidden_size": 2560, "intermediate_size": 9728},
+    "Qwen3-4B-FP8": {
+        **_QWEN3,
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    },
     "Qwen3-30B-A3B": {
         **_QWEN3,
         "architectures": ["Qwen3MoeForCausalLM"],

@@ -167,8 +167,16 @@ def test_what_would_silently_answer_wrongly_is_refused() -> None:
         read(use_sliding_window=True, sliding_window=4096)
     with pytest.raises(ConfigError, match="sliding_attention"):
         read(layer_types=["full_attention", "sliding_attention"])
-    with pytest.raises(ConfigError, match="fp8"):
-        read(quantization_config={"quant_method": "fp8"})
+    for quantization in ({"quant_method": "awq"}, {"quant_method": "fp8", "weight_block_size": [64, 64]}):
+        with pytest.raises(UnsupportedModelError, match=r"awq|\[64, 64\]"):
+            read(quantization_config=quantization)
+    with pytest.raises(ConfigError, match="quantization_config"):
+        read(quantization_config="fp8")
+
+
+def test_fp8_in_blocks_is_taken() -> None:
+    quantization = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    assert read(quantization_config=quantization) == read()
 
 
 def test_registry() -> None:

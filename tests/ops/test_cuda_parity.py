@@ -40,7 +40,7 @@ def limit_of(op: Op[Any], facts: Any) -> float:
     if op.name in ("linear", "moe_experts") and facts.act is DType.float32:
         if format is WeightFormat.bf16:
             return 4e-3
-        if format.is_quantized:
+        if format.block_size > 1:
             return 2e-2
     return op.tolerance(facts)
 

@@ -63,6 +63,7 @@ def shards(directory: Path) -> None:
 
 
 NORM = "model.norm.weight"
+UP = "model.layers.0.mlp.up_proj.weight"
 CASES: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (truncate, "model.safetensors"),
     "missing shard": (shards, "model-00002-of-00002.safetensors"),
@@ -86,6 +87,11 @@ CASES: dict[str, tuple[Callable[[Path], object], str]] = {
         config(lambda c: c.update(architectures=["FooForCausalLM"], model_type="foo")),
         "Qwen3ForCausalLM",
     ),
+    "unknown quantisation": (
+        config(lambda c: c.update(quantization_config={"quant_method": "awq"})),
+        "'awq'",
+    ),
+    "FP8 without scales": (header(lambda h: h[UP].update(dtype="F8_E4M3", shape=[80, 96])), "_scale_inv"),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from pegainfer.kernels.linear.cpu import NATIVE_FORMATS
 from pegainfer.kernels.native import native_kernel
 from pegainfer.ops.embedding import EmbeddingFacts, embedding
 from pegainfer.ops.op import Launcher
@@ -47,7 +48,9 @@ class _NativeEmbedding:
 
 @embedding.provider("native", DeviceKind.cpu)
 def _bind(facts: EmbeddingFacts, device: Device) -> Launcher | None:
+    if facts.act is not DType.float32 or facts.format not in NATIVE_FORMATS:
+        return None
     kernel = native_kernel(device, f"pega_embedding_{facts.format}")
-    if kernel is None or facts.act is not DType.float32:
+    if kernel is None:
         return None
     return _NativeEmbedding(facts, device, kernel)

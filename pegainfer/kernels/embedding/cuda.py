@@ -14,6 +14,7 @@ from pegainfer.ops.embedding import EmbeddingFacts, embedding
 from pegainfer.ops.op import Launcher
 from pegainfer.ops.raw_weight import RawWeight
 from pegainfer.runtime.device import Device, DeviceKind
+from pegainfer.runtime.dtypes import WeightFormat
 from pegainfer.runtime.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -47,4 +48,6 @@ class _CudaEmbedding:
 
 @embedding.provider("cuda", DeviceKind.cuda)
 def _bind(facts: EmbeddingFacts, device: Device) -> Launcher | None:
+    if facts.tied and facts.format is WeightFormat.fp8:
+        return None  # the head's numbers and scales are no rows of the activation type
     return _CudaEmbedding(facts, cuda_device(device))

@@ -12,7 +12,10 @@ from pegainfer.runtime.device import Device, DeviceKind
 from pegainfer.runtime.dtypes import DType, WeightFormat
 from pegainfer.runtime.tensor import Tensor
 
-__all__ = ["packed_bytes"]
+__all__ = ["NATIVE_FORMATS", "packed_bytes"]
+
+NATIVE_FORMATS = frozenset(WeightFormat) - {WeightFormat.fp8}
+"""What there are kernels for. Loading expands fp8 weights on a CPU; see `kept_format`."""
 
 PANEL = 32  # outputs side by side; see include/cpu/linear.h
 _GROUP_BYTES = {WeightFormat.q8_0: 1024 + 64, WeightFormat.q4_0: 512 + 64, WeightFormat.q4_1: 512 + 128}
@@ -75,6 +78,8 @@ class _NativeLinear:
 @linear.provider("native", DeviceKind.cpu)
 def _bind(facts: LinearFacts, device: Device) -> Launcher | None:
     if facts.act is not DType.float32 or facts.out_dtype is not DType.float32:
+        return None
+    if facts.format not in NATIVE_FORMATS:
         return None
     if native_kernel(device, f"pega_linear_{facts.format}") is None:
         return None

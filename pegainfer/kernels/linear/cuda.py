@@ -1,17 +1,20 @@
 """Dense products on a GPU: our own kernel for few rows, cuBLASLt above.
 
-Weights are row-major in the activation type; quantised ones are expanded when they are packed.
+Weights are row-major in the activation type; quantised ones are expanded when they are packed, but for fp8
+ones of usual sizes (see `fp8`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pegainfer.kernels.cuda_source import cuda_device, type_define
+from pegainfer.kernels.linear.fp8 import Fp8Linear, Fp8NormLinear
 from pegainfer.kernels.linear.skinny import MAX_ROWS, SkinnyGemm
 from pegainfer.ops.linear import LinearFacts, linear
 from pegainfer.ops.norm_linear import NormLinearFacts, norm_linear
@@ -118,7 +121,10 @@ class CudaLinear:
 
 @linear.provider("cuda", DeviceKind.cuda)
 def _bind(facts: LinearFacts, device: Device) -> Launcher | None:
-    return CudaLinear(facts, cuda_device(device))
+    gpu = cuda_device(device)
+    if Fp8Linear.serves(facts):
+        return Fp8Linear(facts, gpu, dense=CudaLinear(replace(facts, format=_FORMAT[facts.act]), gpu))
+    return CudaLinear(facts, gpu)
 
 
 class CudaNormLinear:
@@ -147,6 +153,8 @@ class CudaNormLinear:
 
 @norm_linear.provider("cuda", DeviceKind.cuda)
 def _bind_norm(facts: NormLinearFacts, device: Device) -> Launcher | None:
+    if Fp8Linear.serves(facts.linear):
+        return Fp8NormLinear(facts, cuda_device(device)) if Fp8NormLinear.serves(facts) else None
     if not SkinnyGemm.serves(facts.act, facts.in_features):
         return None
     return CudaNormLinear(facts, cuda_device(device))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from pegainfer.errors import WeightsError
-from pegainfer.kernels.linear.cpu import packed_bytes
+from pegainfer.kernels.linear.cpu import NATIVE_FORMATS, packed_bytes
 from pegainfer.kernels.native import native_kernel
 from pegainfer.ops.moe import MoeExpertsFacts, MoeRouterFacts, moe_experts, moe_router
 from pegainfer.ops.op import Launcher
@@ -113,6 +113,8 @@ class _NativeExperts:
 
 @moe_experts.provider("native", DeviceKind.cpu)
 def _bind_experts(facts: MoeExpertsFacts, device: Device) -> Launcher | None:
-    if facts.act is not DType.float32 or native_kernel(device, f"pega_moe_experts_{facts.format}") is None:
+    if facts.act is not DType.float32 or facts.format not in NATIVE_FORMATS:
+        return None
+    if native_kernel(device, f"pega_moe_experts_{facts.format}") is None:
         return None
     return _NativeExperts(facts, device)

@@ -1,17 +1,19 @@
 """Mixture of experts on a GPU: a router, and experts that are read pair by pair or in a grouped product.
 
 The weights of all experts lie one after the other, row-major in the activation type; quantised ones are
-expanded when they are packed.
+expanded when they are packed, fp8 ones of usual sizes on the GPU.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pegainfer.errors import WeightsError
 from pegainfer.kernels.cuda_source import cuda_device, type_define
+from pegainfer.kernels.linear.expand_fp8 import ExpandFp8, packed_fp8_bytes
 from pegainfer.kernels.moe.grouped import GroupedExperts
 from pegainfer.ops.moe import MoeExpertsFacts, MoeRouterFacts, moe_experts, moe_router
 from pegainfer.ops.op import Launcher
@@ -102,6 +104,13 @@ class CudaExperts:
         self._step_tokens = max(most, 1)
         activated_bytes = self._step_tokens * facts.top_k * facts.intermediate_size * facts.act.itemsize
         self._activated = gpu.workspace("moe-activated", activated_bytes)
+        self._expand: ExpandFp8 | None = None
+        if facts.format is WeightFormat.fp8 and ExpandFp8.serves(
+            facts.act, math.gcd(facts.hidden_size, facts.intermediate_size)
+        ):
+            self._expand = ExpandFp8(gpu, facts.act)
+            largest = packed_fp8_bytes(2 * facts.intermediate_size, facts.hidden_size)
+            self._staging = gpu.workspace("fp8-staging", largest)
         self._grouped: GroupedExperts | None = None
         if GroupedExperts.serves(facts):
             self._grouped = GroupedExperts(
@@ -184,6 +193,10 @@ class CudaExperts:
             raise WeightsError(
                 f"expected a {format} weight of shape {list(shape)}, got {raw.format} {list(raw.shape)}"
             )
+        if self._expand is not None:
+            target = packed.data_ptr + expert * shape[0] * shape[1] * act.itemsize
+            self._expand.load(raw, target, self._staging)
+            return
         data = raw.data
         if format is not _FORMAT[act]:
             data = raw.dequantize().astype(act.numpy).view(np.uint8)

@@ -30,7 +30,12 @@ def make_model(tmp_path: Path, family: str, out: str, *options: str) -> subproce
 @pytest.mark.usefixtures("smollm2")
 @pytest.mark.parametrize(
     ("family", "out", "format"),
-    [("qwen3_dense", "x.gguf", "q4_0"), ("qwen3_moe", "x.gguf", "q8_0"), ("qwen2", "x", "bf16")],
+    [
+        ("qwen3_dense", "x.gguf", "q4_0"),
+        ("qwen3_moe", "x.gguf", "q8_0"),
+        ("qwen2", "x", "bf16"),
+        ("qwen3_dense", "x", "fp8"),
+    ],
 )
 def test_models_open(tmp_path: Path, family: str, out: str, format: str) -> None:
     done = make_model(tmp_path, family, out, "--format", format)
@@ -40,7 +45,9 @@ def test_models_open(tmp_path: Path, family: str, out: str, format: str) -> None
     shapes = parameter_shapes(json.loads((tmp_path / "in.json").read_text()))
     assert {name: checkpoint.info(name).shape for name in checkpoint.names()} == shapes
     embedding = checkpoint.get("model.embed_tokens.weight")
-    assert embedding.format is WeightFormat(format)
+    projection = checkpoint.info("model.layers.0.self_attn.q_proj.weight").format
+    assert projection is WeightFormat(format)
+    assert embedding.format is (WeightFormat.bf16 if format == "fp8" else projection)
     assert embedding.dequantize().std() == pytest.approx(0.02, rel=0.1)
     tokenizer = load_tokenizer(model, LoadOptions())
     assert tokenizer.encode("The capital") == [504, 3575]

@@ -14,7 +14,7 @@ from pegainfer.ops.raw_weight import RawWeight
 from pegainfer.runtime.dtypes import WeightFormat
 from pegainfer.weights.quantized import quantize
 
-QUANTIZED = [format for format in WeightFormat if format.is_quantized]
+IN_BLOCKS = [format for format in WeightFormat if format.block_size > 1]
 
 
 def value_of(format: WeightFormat, block: bytes, index: int) -> float:
@@ -31,7 +31,7 @@ def value_of(format: WeightFormat, block: bytes, index: int) -> float:
     return float(np.float32(scale) * np.float32(code) + np.float32(minimum))
 
 
-@pytest.mark.parametrize("format", QUANTIZED)
+@pytest.mark.parametrize("format", IN_BLOCKS)
 def test_blocks_mean_what_the_format_says(format: WeightFormat) -> None:
     rng = np.random.default_rng(1)
     rows, columns = 3, 64

@@ -26,6 +26,14 @@ __device__ __forceinline__ uint32_t pack_pair(float low, float high) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
+__device__ __forceinline__ float2 unpack_pair(uint32_t pair) {
+#if defined(ACT_F16)
+  return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+#else
+  return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&pair));
+#endif
+}
+
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
@@ -34,6 +42,11 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
 __device__ __forceinline__ void copy_async(uint32_t target, const void* source, bool valid = true) {
   const int bytes = valid ? 16 : 0;
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(bytes));
+}
+
+// 4 bytes, likewise.
+__device__ __forceinline__ void copy_async_word(uint32_t target, const void* source) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(target), "l"(source));
 }
 
 // A cache policy for data that is read once a step, such as weights: it is the first to leave L2 again, so that
@@ -58,6 +71,12 @@ __device__ __forceinline__ void wait_for_copies() {
 __device__ __forceinline__ uint4 load_shared(uint32_t address) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
+  return v;
+}
+
+__device__ __forceinline__ float load_shared_float(uint32_t address) {
+  float v;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address));
   return v;
 }
 
