@@ -21,33 +21,29 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from model_ops import Matrix, Model
 from serve import machine
 from stopwatch import Row, Stopwatch, measure_roofline
 
-from pegainfer.config import EngineConfig
-from pegainfer.errors import PegaInferError, UnsupportedModelError
-from pegainfer.kernels.artifacts import PlannedGpu, prefetch
-from pegainfer.ops.activation import SiluAndMulFacts, silu_and_mul
-from pegainfer.ops.attention import AttentionFacts, paged_attention
-from pegainfer.ops.embedding import EmbeddingFacts, embedding
-from pegainfer.ops.gather import GatherRowsFacts, gather_rows
-from pegainfer.ops.linear import LinearFacts, linear
-from pegainfer.ops.norm import RmsNormFacts, rms_norm
-from pegainfer.ops.norm_linear import NormLinearFacts, norm_linear
-from pegainfer.ops.op import bind, record_bindings
-from pegainfer.ops.rope import QkvRopeFacts, qkv_rope_write
+from pegainfer.errors import PegaInferError
+from pegainfer.kernels.artifacts import PlannedGpu
+from pegainfer.ops.activation import silu_and_mul
+from pegainfer.ops.attention import paged_attention
+from pegainfer.ops.embedding import embedding
+from pegainfer.ops.gather import gather_rows
+from pegainfer.ops.norm import rms_norm
+from pegainfer.ops.op import bind
+from pegainfer.ops.rope import qkv_rope_write
 from pegainfer.ops.sampling import SamplingFacts, sample
 from pegainfer.runtime.cuda.device import make_cuda_device
 from pegainfer.runtime.dtypes import DType
 from pegainfer.runtime.tensor import Tensor
-from pegainfer.weights.dummy import DummyCheckpoint
-from pegainfer.worker.build import bind_model
 
 CONFIG = Path(__file__).with_name("qwen3-4b.json")
 MATRIX_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 2048, 8192)
@@ -70,113 +66,6 @@ SAMPLING = {
 }
 MAX_TOP_LOGPROBS = 20
 MAX_POSITIONS = 16384
-
-
-@dataclass(frozen=True, slots=True)
-class Matrix:
-    """A weight matrix of every layer (or the head), with the launchers that the engine has for it."""
-
-    facts: LinearFacts
-    fused_facts: NormLinearFacts | None
-    product: Any
-    fused: Any
-    weights: list[Tensor]
-    bias: Tensor | None
-
-    def is_fused(self, rows: int) -> bool:
-        """Whether norm and gate are part of the launch."""
-        return self.fused is not None and rows <= self.fused.max_rows
-
-    def columns(self, rows: int) -> int:
-        """Width of the output."""
-        if self.fused_facts is not None and self.is_fused(rows):
-            return self.fused_facts.out_features
-        return self.facts.out_features
-
-    def cost(self, rows: int) -> tuple[int, int]:
-        """Bytes and FLOP."""
-        facts = self.facts
-        written = rows * self.columns(rows) * facts.out_dtype.itemsize * (2 if facts.accumulate else 1)
-        nbytes = self.weights[0].nbytes + rows * facts.in_features * facts.act.itemsize + written
-        return nbytes, 2 * rows * facts.in_features * facts.out_features
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """The ops of a model, by what the engine binds for it."""
-
-    watch: Stopwatch
-    vocab_size: int
-    num_layers: int
-    norm: RmsNormFacts
-    gate: SiluAndMulFacts
-    rope: QkvRopeFacts
-    attention: AttentionFacts
-    embedding: EmbeddingFacts
-    gather: GatherRowsFacts
-    matrix_facts: dict[str, LinearFacts]
-    fused_facts: dict[LinearFacts, NormLinearFacts]
-    matrices: dict[str, Matrix] = field(default_factory=dict)
-
-    @classmethod
-    def read(cls, config: Path, watch: Stopwatch) -> Model:
-        """Bind the model on a planned GPU and look at what was bound; its kernels are compiled."""
-        planned = PlannedGpu(watch.gpu.arch)
-        checkpoint = DummyCheckpoint(config, json.loads(config.read_text()), {}, seed=0)
-        with record_bindings() as found:
-            model = bind_model(EngineConfig.from_flat(load_format="dummy"), checkpoint, device=planned)
-        if not watch.planned:
-            prefetch(planned.sources, planned.arch)
-        one: dict[str, Any] = {binding.op: binding.facts for binding in found}
-        if not {"silu_and_mul", "linear"} <= one.keys() or any("moe" in name for name in one):
-            raise UnsupportedModelError(f"{config}: only models without experts are measured")
-        attention, gate = one["paged_attention"], one["silu_and_mul"]
-
-        def name(facts: LinearFacts) -> str:
-            if facts.accumulate:
-                return "o" if facts.in_features == attention.num_heads * attention.head_dim else "down"
-            if facts.out_features == model.vocab_size:
-                return "lm_head"
-            return "gate_up" if facts.out_features == 2 * gate.size else "qkv"
-
-        return cls(
-            watch=watch,
-            vocab_size=model.vocab_size,
-            num_layers=len(model.kv_specs),
-            norm=one["rms_norm"],
-            gate=gate,
-            rope=one["qkv_rope_write"],
-            attention=attention,
-            embedding=one["embedding"],
-            gather=one["gather_rows"],
-            matrix_facts={name(binding.facts): binding.facts for binding in found if binding.op == "linear"},
-            fused_facts={
-                binding.facts.linear: binding.facts for binding in found if binding.op == "norm_linear"
-            },
-        )
-
-    def matrix(self, name: str) -> Matrix:
-        """`qkv`, `o`, `gate_up`, `down` (one copy a layer at least) or `lm_head`, with random weights."""
-        made = self.matrices.get(name)
-        if made is None:
-            watch, facts = self.watch, self.matrix_facts[name]
-            product: Any = bind(linear, facts, watch.gpu)
-            fused_facts = self.fused_facts.get(facts)
-            size = product.packed_bytes()
-            count = max(watch.copies(size), 1 if name == "lm_head" else self.num_layers)
-            made = self.matrices[name] = Matrix(
-                facts=facts,
-                fused_facts=fused_facts,
-                product=product,
-                fused=None if fused_facts is None else bind(norm_linear, fused_facts, watch.gpu),
-                weights=[watch.random_bytes(size, facts.act) for _ in range(count)],
-                bias=watch.random((facts.out_features,), DType.float32) if facts.has_bias else None,
-            )
-        return made
-
-    def vector(self) -> Tensor:
-        """The weight of a norm."""
-        return self.watch.random((self.norm.size,), DType.float32)
 
 
 def matrices(model: Model) -> Iterator[Row]:
@@ -230,7 +119,7 @@ def chain(model: Model) -> Iterator[Row]:
         logits = watch.random((rows, model.vocab_size), DType.float32)
         costs = [model.num_layers * np.array(m.cost(rows)) for m in (qkv, o, gate_up, down)]
         nbytes, flop = (int(total) for total in sum(costs, np.array(head.cost(rows))))
-        yield Row("chain", f"x{rows}", nbytes, flop, watch.time([partial(step, *arrays)]))
+        yield Row("chain", f"x{rows}", nbytes, flop, watch.time([partial(step, *arrays)], least=1))
 
 
 def attention(model: Model) -> Iterator[Row]:
@@ -286,15 +175,12 @@ def small(model: Model) -> Iterator[Row]:
         rope.block_bytes,
         (heads * rope.head_dim for heads in (rope.num_heads + 2 * rope.num_kv_heads, rope.num_heads)),
     )
-    ops: dict[str, Any] = {
-        op.name: bind(op, facts, gpu)
-        for op, facts in (
-            (rms_norm, model.norm),
-            (qkv_rope_write, rope),
-            (silu_and_mul, model.gate),
-            (embedding, model.embedding),
-            (gather_rows, model.gather),
-        )
+    launch = {
+        "rms_norm": bind(rms_norm, model.norm, gpu),
+        "qkv_rope_write": bind(qkv_rope_write, rope, gpu),
+        "silu_and_mul": bind(silu_and_mul, model.gate, gpu),
+        "embedding": bind(embedding, model.embedding, gpu),
+        "gather_rows": bind(gather_rows, model.gather, gpu),
     }
     for rows in SMALL_ROWS:
         rng = np.random.default_rng(rows)
@@ -318,7 +204,7 @@ def small(model: Model) -> Iterator[Row]:
             "gather_rows": (stream, {"x": hidden, "indices": order, "out": out}),
         }
         for name, (nbytes, arguments) in cases.items():
-            us = watch.time([partial(ops[name], **arguments)])
+            us = watch.time([partial(launch[name], **arguments)])
             yield Row("small", f"{name} x{rows}", nbytes, 0, us)
 
 
@@ -364,6 +250,8 @@ def main() -> int:
     parser.add_argument("--dry-run", action="store_true", help="bind and launch on a GPU that is not there")
     parser.add_argument("--arch", default="sm_90a", help="architecture of the dry run")
     options = parser.parse_args()
+    if not options.config.is_file():
+        parser.error(f"{options.config} is no file; give a model's config.json")
     if options.dry_run and options.out:
         parser.error("a dry run measures nothing that could be written")
     watch = Stopwatch(PlannedGpu(options.arch) if options.dry_run else make_cuda_device())
@@ -399,5 +287,5 @@ def main() -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except PegaInferError as error:
+    except (PegaInferError, json.JSONDecodeError) as error:
         sys.exit(f"{Path(__file__).name}: {error}")

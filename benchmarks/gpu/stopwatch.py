@@ -26,8 +26,8 @@ __all__ = ["Roofline", "Row", "Stopwatch", "measure_roofline"]
 
 _WINDOW_MS = 20.0
 _ROUNDS = 5
-_MIN_LAUNCHES = 32
-"""Launches a graph, at least: what starting a graph costs is then spread over them."""
+_MIN_LAUNCHES = 64
+"""Calls in a graph, so that what starting a graph costs is spread over them."""
 
 _POOL = 4_194_301  # a prime, so that the rows of a matrix differ
 _PLANNED_L2 = 60 << 20
@@ -112,9 +112,11 @@ class Stopwatch:
         raw = self.random_bytes(math.prod(shape) * dtype.itemsize, dtype, std=std)
         return Tensor(raw.storage, dtype, shape)
 
-    def time(self, calls: Sequence[Callable[[], None]]) -> float | None:
-        """Microseconds a call, of calls that are made in turn; None where nothing is timed."""
-        stream, rounds = self.gpu.stream, math.ceil(_MIN_LAUNCHES / len(calls))
+    def time(self, calls: Sequence[Callable[[], None]], *, least: int = _MIN_LAUNCHES) -> float | None:
+        """Microseconds a call, of calls that are made in turn, `least` or more a graph; None where nothing is
+        timed.
+        """
+        stream, rounds = self.gpu.stream, math.ceil(least / len(calls))
         for call in calls:  # what is compiled or planned at a first launch
             call()
         stream.synchronize()
