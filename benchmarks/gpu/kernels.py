@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from machine import describe_machine
 from model_ops import Matrix, Model
-from serve import machine
 from stopwatch import Row, Stopwatch, measure_roofline
 
 from pegainfer.errors import PegaInferError
@@ -276,7 +276,7 @@ def main() -> int:
     if options.out:
         head = {
             "config": options.config.stem,
-            **machine(),
+            **describe_machine(),
             "roofline": asdict(roofline) if roofline else None,
         }
         options.out.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")

@@ -24,7 +24,7 @@ from pegainfer.ops.rope import QkvRopeFacts
 from pegainfer.runtime.dtypes import DType
 from pegainfer.runtime.tensor import Tensor
 from pegainfer.weights.dummy import DummyCheckpoint
-from pegainfer.worker.build import bind_model
+from pegainfer.worker.build import bind_ops
 
 __all__ = ["Matrix", "Model"]
 
@@ -84,7 +84,7 @@ class Model:
         planned = PlannedGpu(watch.gpu.arch)
         checkpoint = DummyCheckpoint(config, json.loads(config.read_text()), {}, seed=0)
         with record_bindings() as found:
-            model = bind_model(EngineConfig.from_flat(load_format="dummy"), checkpoint, device=planned)
+            model = bind_ops(EngineConfig.from_flat(load_format="dummy"), checkpoint, device=planned)
         if not watch.planned:
             prefetch(planned.sources, planned.arch)
         one: dict[str, Any] = {binding.op: binding.facts for binding in found}
