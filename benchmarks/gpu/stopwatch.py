@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from pegainfer.kernels.artifacts import PlannedGpu
+from pegainfer.runtime.cuda.algorithms import Product
 from pegainfer.runtime.cuda.driver import check, cuda
 from pegainfer.runtime.cuda.module import KernelSource
 from pegainfer.runtime.dtypes import DType
@@ -165,8 +166,8 @@ def measure_roofline(watch: Stopwatch) -> Roofline | None:
 
     x, weight = (watch.random((size, size), DType.bfloat16, std=std) for std in (1.0, 0.02))
     out = gpu.empty((size, size), DType.bfloat16)
-    sizes = {"m": size, "n": size, "k": size, "x_stride": size, "out_stride": size}
-    plan = gpu.cublaslt.plan(DType.bfloat16, **sizes, accumulate=False, out_dtype=DType.bfloat16)
+    product = Product(size, size, DType.bfloat16, DType.bfloat16, accumulate=False)
+    plan = gpu.cublaslt.plan(product, size, x_stride=size, out_stride=size)
 
     copied, done = watch.time([copy]), watch.time([read])
     multiplied = watch.time([lambda: plan.run(x.data_ptr, weight.data_ptr, out.data_ptr)])
