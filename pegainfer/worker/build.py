@@ -52,12 +52,15 @@ def build_worker(
         return _build_worker(config, checkpoint, device=device, decodable_vocab_size=decodable_vocab_size)
 
 
-def bind_ops(config: EngineConfig, checkpoint: Checkpoint, *, device: Device) -> None:
-    """Bind every op that `build_worker` binds, of the model and of sampling, and read no weight."""
+def bind_ops(config: EngineConfig, checkpoint: Checkpoint, *, device: Device) -> Model:
+    """Bind every op that `build_worker` binds, of sampling and of the model, which is returned without its
+    weights.
+    """
     model_config = read_config(checkpoint.config, architecture_of(checkpoint.config))
     dtype = _dtype(config, model_config, checkpoint)
     model = _build_model(config, model_config, checkpoint, device=device, dtype=dtype)
     _make_sampler(config, device, vocab_size=model.vocab_size, decodable_vocab_size=model.vocab_size)
+    return model
 
 
 def _build_worker(

@@ -129,31 +129,35 @@ def test_a_source_that_does_not_compile_fails_where_it_is_loaded(
 def test_after_a_failure_nothing_new_is_begun(
     compiled: list[tuple[KernelSource, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With one compiler: the first is done, the second under way, and the third never begins."""
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})
-    entered, release = threading.Event(), threading.Event()
+    entered, release, ended = threading.Event(), threading.Event(), threading.Event()
     inner = module.compile_cubin
 
     def slow(source: KernelSource, arch: str) -> bytes:
+        if not compiled:
+            return inner(source, arch)
         entered.set()
         assert release.wait(60)
-        return inner(source, arch)
+        cubin = inner(source, arch)
+        ended.set()
+        return cubin
 
     monkeypatch.setattr(module, "compile_cubin", slow)
     loader = CubinLoader(ARCH)
 
-    waiting = threading.Thread(target=loader.load, args=(SOURCES[0],))
-
     def run_out_of_memory() -> None:
         with loader.expecting(lambda: SOURCES, on_start=lambda count: lambda: None):
-            waiting.start()
+            loader.load(SOURCES[0])
             assert entered.wait(60)
             raise MemoryError
 
     with pytest.raises(MemoryError):
         run_out_of_memory()
     release.set()
-    waiting.join(60)
-    assert len(compiled) == 1
+    assert ended.wait(60)
+    assert not loader._started
+    assert [source for source, _ in compiled] == SOURCES[:2]
 
 
 @pytest.mark.gpu
