@@ -157,6 +157,10 @@ def test_packing_refuses_stacked_pieces_of_cut_blocks() -> None:
     rng = np.random.default_rng(0)
     packed = launch.pack(random_weight(rng, WeightFormat.fp8, 400, 256))
     assert packed.nbytes == launch.packed_bytes() == 400 * 256 + 4 * 2 * 4
+    parts = [random_weight(rng, WeightFormat.fp8, rows, 256) for rows in (256, 144)]
+    assert launch.pack(*parts).nbytes == packed.nbytes
+    with pytest.raises(WeightsError, match="different scales"):
+        launch.pack(*reversed(parts))
     cut = random_weight(rng, WeightFormat.fp8, 400, 256)
     assert cut.scales is not None
     cut.scales[200:] *= 2

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from pegainfer.kernels.cuda_source import cuda_device
 from pegainfer.kernels.gather.cuda import row_gatherer
 from pegainfer.kernels.linear.cuda import device_rows
+from pegainfer.kernels.linear.fp8 import Fp8Linear
 from pegainfer.ops.embedding import EmbeddingFacts, embedding
 from pegainfer.ops.op import Launcher
 from pegainfer.ops.raw_weight import RawWeight
 from pegainfer.runtime.device import Device, DeviceKind
-from pegainfer.runtime.dtypes import WeightFormat
 from pegainfer.runtime.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -48,6 +48,6 @@ class _CudaEmbedding:
 
 @embedding.provider("cuda", DeviceKind.cuda)
 def _bind(facts: EmbeddingFacts, device: Device) -> Launcher | None:
-    if facts.tied and facts.format is WeightFormat.fp8:
-        return None  # the head's numbers and scales are no rows of the activation type
+    if facts.tied and Fp8Linear.serves(facts.head):
+        return None  # numbers and scales are no rows of the activation type
     return _CudaEmbedding(facts, cuda_device(device))

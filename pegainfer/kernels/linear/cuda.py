@@ -103,6 +103,10 @@ class CudaLinear:
         if bias is not None:
             self._add_bias(bias, out)
 
+    def is_to_be_measured(self, rows: int) -> bool:
+        """Whether the library's algorithms for so many rows are to be compared at the next call."""
+        return self._gpu.cublaslt.algorithms.is_wanted(self._product, rows)
+
     def _plan(self, x: Tensor, weight: Tensor, out: Tensor) -> MatmulPlan:
         lt, rows, strides = self._gpu.cublaslt, x.shape[0], (x.strides[0], out.strides[0])
         plan = lt.plan(self._product, rows, x_stride=strides[0], out_stride=strides[1])

@@ -23,12 +23,11 @@ extern "C" __global__ void __launch_bounds__(256)
     uint32_t pairs[8];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      widen(words[i], pairs[2 * i], pairs[2 * i + 1]);
-#pragma unroll
-      for (int j = 2 * i; j < 2 * i + 2; ++j) {
-        const float2 values = unpack_pair(pairs[j]);
-        pairs[j] = pack_pair(values.x * scale, values.y * scale);
-      }
+      uint32_t even, odd;
+      widen(words[i], even, odd);
+      const float2 low = unpack_pair(even), high = unpack_pair(odd);
+      pairs[2 * i] = pack_pair(low.x * scale, high.x * scale);
+      pairs[2 * i + 1] = pack_pair(low.y * scale, high.y * scale);
     }
     result[0] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
     result[1] = make_uint4(pairs[4], pairs[5], pairs[6], pairs[7]);

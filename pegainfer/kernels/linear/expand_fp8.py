@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,19 +22,21 @@ __all__ = ["ExpandFp8", "block_scales", "packed_fp8_bytes"]
 _THREADS = 256
 _NUMBERS = 16  # a thread's
 
+Scales = np.ndarray[Any, np.dtype[np.float32]]
+
 
 def packed_fp8_bytes(n: int, k: int) -> int:
     """Bytes of the numbers `[n, k]`, and behind them the float32 scales of their blocks."""
     return n * k + -(-n // FP8_BLOCK) * (k // FP8_BLOCK) * 4
 
 
-def block_scales(raw: RawWeight) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-    """The scales of the blocks of an fp8 weight, float32 `[ceil(n / 128), k / 128]`. Raises `WeightsError`
-    when rows of one block have several (matrices that were stacked at no multiple of 128).
+def block_scales(by_row: Sequence[Scales]) -> Scales:
+    """The scales of the blocks of fp8 weights below one another, float32 `[ceil(n / 128), k / 128]`, from
+    those of their rows. Raises `WeightsError` when rows of one block have several.
     """
-    assert raw.scales is not None
-    scales = np.ascontiguousarray(raw.scales[::FP8_BLOCK])
-    if not np.array_equal(np.repeat(scales, FP8_BLOCK, axis=0)[: raw.shape[0]], raw.scales):
+    rows = by_row[0] if len(by_row) == 1 else np.concatenate(by_row)
+    scales = np.ascontiguousarray(rows[::FP8_BLOCK])
+    if not np.array_equal(np.repeat(scales, FP8_BLOCK, axis=0)[: len(rows)], rows):
         raise WeightsError("rows of one block of an fp8 weight have different scales")
     return scales
 
@@ -62,7 +65,8 @@ class ExpandFp8:
         from pegainfer.runtime.cuda.driver import check, cuda
 
         n, k = raw.shape
-        numbers, scales = np.ascontiguousarray(raw.data), block_scales(raw)
+        assert raw.scales is not None
+        numbers, scales = np.ascontiguousarray(raw.data), block_scales([raw.scales])
         for array, target in ((numbers, staging.data_ptr), (scales, staging.data_ptr + n * k)):
             stream = self._gpu.stream.handle
             check(cuda.cuMemcpyHtoDAsync(target, array.ctypes.data, array.nbytes, stream))

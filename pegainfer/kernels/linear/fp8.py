@@ -14,26 +14,28 @@ from pegainfer.kernels.cuda_source import type_define
 from pegainfer.kernels.linear.expand_fp8 import ExpandFp8, block_scales, packed_fp8_bytes
 from pegainfer.ops.linear import LinearFacts
 from pegainfer.ops.norm_linear import NormLinearFacts
-from pegainfer.ops.op import Launcher
-from pegainfer.ops.raw_weight import RawWeight, require_parts, stack
+from pegainfer.ops.raw_weight import RawWeight, require_parts
 from pegainfer.runtime.cuda.module import KernelSource
 from pegainfer.runtime.dtypes import FP8_BLOCK, DType, WeightFormat
 from pegainfer.runtime.tensor import Tensor
 
 if TYPE_CHECKING:
+    from pegainfer.kernels.linear.cuda import CudaLinear
     from pegainfer.runtime.cuda.device import CudaDevice
 
 __all__ = ["Fp8Linear", "Fp8NormLinear"]
 
 _WARPS = 8
 _CHUNK = 64  # columns
-_VARIANTS = ((8, 5, 32), (16, 3, 64))  # of skinny_fp8.cu: most tokens, ring stages, weight rows a tile
-_LEAST_STAGES = 2
-_STATIC_SHARED = 1024  # room for what the kernel declares itself
+_VARIANTS = {8: ((4, 4), (2, 5), (2, 3), (1, 3)), 16: ((4, 3), (2, 4), (2, 2), (1, 2))}
+"""Of skinny_fp8.cu, by most tokens: row tiles and ring stages, the best first."""
+
+_KERNEL_ROWS = 16
 _DIRECT_ROWS = 64
 """Reading the weight once for 16 rows costs a fifth of expanding it: a byte a number, not one read, two
 written and two read again.
 """
+_STATIC_SHARED = 1024  # room for what the kernel declares itself
 
 
 class _SkinnyFp8:
@@ -57,25 +59,24 @@ class _SkinnyFp8:
         self._blocks = min(gpu.num_multiprocessors, n)
         self._stream = gpu.stream.handle
         self._variants = []
-        limit = gpu.max_shared_bytes - _STATIC_SHARED
-        least = gpu.max_shared_bytes // 2 + _STATIC_SHARED  # one block a multiprocessor; see skinny.py
-        for tokens, stages, rows in _VARIANTS:
-            stage_bytes = rows * _CHUNK + tokens * _CHUNK * 2 + int(norm) * _CHUNK * 4 + rows * 4
-            fitting = min((limit - 2 * _WARPS * rows * tokens * 4) // (_WARPS * stage_bytes), stages)
-            if fitting < _LEAST_STAGES:
-                continue  # the kernel for fewer rows, several times
-            defines = {"TOKENS": tokens, "STAGES": fitting, "NORM": int(norm), "GATED": int(gated)}
-            if out is DType.float32:
-                defines["OUT_F32"] = 1
-            shared_bytes = _WARPS * (fitting * stage_bytes + 2 * rows * tokens * 4)
+        defines = {"NORM": int(norm), "GATED": int(gated)} | ({"OUT_F32": 1} if out is DType.float32 else {})
+        least = gpu.max_shared_bytes // 2 + _STATIC_SHARED  # one block a multiprocessor; see `SkinnyGemm`
+        for tokens, shapes in _VARIANTS.items():
+            for row_tiles, stages in shapes:
+                rows = 16 * row_tiles
+                stage_bytes = rows * (_CHUNK + 4) + tokens * _CHUNK * 2 + int(norm) * _CHUNK * 4
+                buffers = 1 if tokens > 8 else 2
+                shared_bytes = _WARPS * (stages * stage_bytes + buffers * rows * tokens * 4)
+                if shared_bytes + _STATIC_SHARED <= gpu.max_shared_bytes:
+                    break
+            sizes = {"TOKENS": tokens, "ROW_TILES": row_tiles, "STAGES": stages}
             kernel = gpu.kernel(
-                KernelSource.of("linear/skinny_fp8.cu", **defines, **type_define("ACT", act)),
+                KernelSource.of("linear/skinny_fp8.cu", **sizes, **defines, **type_define("ACT", act)),
                 "skinny_fp8",
                 signature="ppppppppiiiif",
                 shared_bytes=max(shared_bytes, least),
             )
             self._variants.append((tokens, kernel))
-        self.max_rows = self._variants[-1][0]
 
     def __call__(
         self,
@@ -87,7 +88,7 @@ class _SkinnyFp8:
         norm_weight: Tensor | None = None,
         eps: float = 0.0,
     ) -> None:
-        """Enqueue the product for at most `max_rows` rows."""
+        """Enqueue the product for at most `_KERNEL_ROWS` rows."""
         rows = x.shape[0]
         kernel = next(kernel for tokens, kernel in self._variants if rows <= tokens)
         kernel.launch(
@@ -116,7 +117,7 @@ class Fp8Linear:
     A packed weight is the numbers `[out_features, in_features]`, then the scales of its blocks.
     """
 
-    def __init__(self, facts: LinearFacts, gpu: CudaDevice, *, dense: Launcher) -> None:
+    def __init__(self, facts: LinearFacts, gpu: CudaDevice, *, dense: CudaLinear) -> None:
         self._facts = facts
         self._gpu = gpu
         self._dense = dense
@@ -136,21 +137,26 @@ class Fp8Linear:
 
     def pack(self, *parts: RawWeight) -> Tensor:
         """Matrices below one another in device memory; raises `WeightsError` when they are not what the facts
-        name, or when rows of one block have several scales (parts of no multiple of 128 rows).
+        name, or when rows of one block have several scales (of matrices that meet at no multiple of 128).
         """
-        require_parts(parts, self._facts.format, (self._facts.out_features, self._facts.in_features))
-        raw = stack(parts)
-        scales = block_scales(raw)
-        return self._gpu.from_numpy(np.concatenate([raw.data.reshape(-1), scales.view(np.uint8).reshape(-1)]))
+        n, k = self._facts.out_features, self._facts.in_features
+        require_parts(parts, WeightFormat.fp8, (n, k))
+        packed, start = self._gpu.empty((self.packed_bytes(),), DType.uint8), 0
+        scales = block_scales([raw.scales for raw in parts if raw.scales is not None])
+        for data in (*(raw.data for raw in parts), scales.view(np.uint8)):
+            target = packed.slice(0, start, start + data.size)
+            self._gpu.upload(np.ascontiguousarray(data).reshape(-1), target)
+            start += data.size
+        return packed
 
     def __call__(self, *, x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
         """Enqueue the product."""
         rows = x.shape[0]
-        if rows > _DIRECT_ROWS:
+        if rows > _DIRECT_ROWS or (rows > _KERNEL_ROWS and self._dense.is_to_be_measured(rows)):
             self._run_expanded(x, weight, out, bias)
             return
-        for start in range(0, rows, self._skinny.max_rows):
-            stop = min(start + self._skinny.max_rows, rows)
+        for start in range(0, rows, _KERNEL_ROWS):
+            stop = min(start + _KERNEL_ROWS, rows)
             self._skinny(x.slice(0, start, stop), weight, out.slice(0, start, stop), bias=bias)
 
     def _run_expanded(self, x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None) -> None:
@@ -161,6 +167,8 @@ class Fp8Linear:
 
 class Fp8NormLinear:
     """The launcher of the op `norm_linear`, over what `Fp8Linear` packs."""
+
+    max_rows = _KERNEL_ROWS
 
     def __init__(self, facts: NormLinearFacts, gpu: CudaDevice) -> None:
         self._eps = facts.eps
@@ -173,7 +181,6 @@ class Fp8NormLinear:
             gated=facts.gated,
             out=facts.out or facts.act,
         )
-        self.max_rows = self._skinny.max_rows
 
     @staticmethod
     def serves(facts: NormLinearFacts) -> bool:

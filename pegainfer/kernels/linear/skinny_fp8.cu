@@ -8,7 +8,7 @@
 // than there, because activations are read again for every tile and are twice as wide as the weight here.
 //
 // NORM and GATED are those of skinny_gemm.cu. Needs K % 128 == 0, 16-byte aligned rows, with GATED N % 128 == 0.
-// Defines: TOKENS (8 or 16), STAGES, NORM, GATED; OUT_F32 for float32 results.
+// Defines: TOKENS (8 or 16), ROW_TILES (16 weight rows each, a tile), STAGES, NORM, GATED; OUT_F32 for float32 results.
 #include "cuda/fp8.cuh"
 
 using namespace pega;
@@ -20,7 +20,6 @@ using out_t = act_t;
 #endif
 
 constexpr int WARPS = 8;
-constexpr int ROW_TILES = TOKENS > 8 ? 4 : 2;
 constexpr int ROWS = 16 * ROW_TILES;      // weight rows a tile
 constexpr int CHUNK = 64;                 // columns a chunk
 constexpr int BLOCK = 128;                // rows and columns of a scale
@@ -32,6 +31,7 @@ constexpr int STAGE_BYTES = SCALES_AT + ROWS * 4;
 constexpr int OUTPUTS = GATED ? ROWS / 2 : ROWS;  // columns of out a tile
 constexpr int COLUMNS = TOKENS / 8;       // n8 tiles of tokens
 constexpr int PARTIAL = ROWS * TOKENS;    // floats a warp contributes to a tile
+constexpr int BUFFERS = TOKENS > 8 ? 1 : 2;  // of partial sums
 
 // A pair times its norm weights (as bits); the squares of the pair are added to `squares`.
 __device__ __forceinline__ uint32_t scale_pair(uint32_t x, uint32_t low, uint32_t high, float& squares) {
@@ -56,11 +56,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
 #if NORM
   __shared__ float squares[WARPS][TOKENS];
 #endif
-  float* partials = reinterpret_cast<float*>(shared + WARPS * STAGES * STAGE_BYTES);  // [2][WARPS][PARTIAL]
+  float* partials = reinterpret_cast<float*>(shared + WARPS * STAGES * STAGE_BYTES);  // [BUFFERS][WARPS][PARTIAL]
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int first_column = (int64_t)blockIdx.x * n / gridDim.x;
   const int last_column = (int64_t)(blockIdx.x + 1) * n / gridDim.x;
+  // Tiles of equal width: a narrow last one would keep few bytes under way for as long as a full one takes.
   const int num_tiles = (last_column - first_column + OUTPUTS - 1) / OUTPUTS;
+  const int tile_columns = (last_column - first_column + num_tiles - 1) / max(num_tiles, 1);
   const int all_chunks = k / CHUNK;
   const int num_chunks = all_chunks > warp ? (all_chunks - warp - 1) / WARPS + 1 : 0;  // of this warp
   const int total = num_tiles * num_chunks;
@@ -72,13 +74,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
   auto chunk_start = [&](int chunk) { return (chunk * WARPS + warp) * CHUNK; };
   auto issue_weight = [&](int iteration) {
     const uint32_t stage = ring + (iteration % STAGES) * STAGE_BYTES;
-    const int first = first_column + load_tile * OUTPUTS, start = chunk_start(load_chunk);
+    const int first = first_column + load_tile * tile_columns, last = min(first + tile_columns, last_column);
+    const int start = chunk_start(load_chunk);
     auto column_of = [&](int tile_row) { return first + (GATED ? tile_row / 16 * 8 + tile_row % 8 : tile_row); };
     auto row_of = [&](int tile_row) { return (GATED && tile_row % 16 >= 8 ? n : 0) + column_of(tile_row); };
 #pragma unroll
     for (int i = 0; i < ROWS; i += 8) {  // lane copies unit lane % 4 of rows lane / 4 + 0, 8, 16, ...
       const int tile_row = lane / 4 + i, unit = lane % 4;
-      if (column_of(tile_row) < last_column) {
+      if (column_of(tile_row) < last) {
         copy_async_streaming(stage + tile_row * CHUNK + unit * 16,
                              weight + (int64_t)row_of(tile_row) * k + start + unit * 16, policy);
       }
@@ -86,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
 #pragma unroll
     for (int i = 0; i < ROWS; i += 32) {
       const int tile_row = lane + i;
-      if (column_of(tile_row) < last_column) {
+      if (tile_row < ROWS && column_of(tile_row) < last) {
         copy_async_word(stage + SCALES_AT + tile_row * 4,
                         scales + (int64_t)(row_of(tile_row) / BLOCK) * (k / BLOCK) + start / BLOCK);
       }
@@ -154,7 +157,17 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
       }
 #endif
 #pragma unroll
+      for (int c = 0; c < COLUMNS; ++c) {
+#pragma unroll
+        for (int i = 0; i < 8; i += 2) {  // the order in which weights are widened
+          const uint32_t first = tokens[c][i], second = tokens[c][i + 1];
+          tokens[c][i] = __byte_perm(first, second, 0x5410);
+          tokens[c][i + 1] = __byte_perm(first, second, 0x7632);
+        }
+      }
+#pragma unroll
       for (int rows = 0; rows < ROW_TILES; ++rows) {
+        if (rows * (OUTPUTS / ROW_TILES) >= tile_columns) break;  // rows that no tile has
         const int row = rows * 16 + g;
         const uint4 low = load_shared(stage + row * CHUNK + t * 16);
         const uint4 high = load_shared(stage + (row + 8) * CHUNK + t * 16);
@@ -185,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
       }
       commit_copies();
     }
-    float* mine = partials + ((tile & 1) * WARPS + warp) * PARTIAL;
+    float* mine = partials + (tile % BUFFERS * WARPS + warp) * PARTIAL;
 #pragma unroll
     for (int c = 0; c < COLUMNS; ++c) {
 #pragma unroll
@@ -204,10 +217,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
 #endif
     }
     __syncthreads();
-    const float* all = partials + (tile & 1) * WARPS * PARTIAL;
+    const float* all = partials + tile % BUFFERS * WARPS * PARTIAL;
     for (int i = threadIdx.x; i < num_tokens * OUTPUTS; i += WARPS * 32) {
-      const int token = i / OUTPUTS, at = i % OUTPUTS, column = first_column + tile * OUTPUTS + at;
-      if (column >= last_column) continue;
+      const int token = i / OUTPUTS, at = i % OUTPUTS, column = first_column + tile * tile_columns + at;
+      if (at >= tile_columns || column >= last_column) continue;
       float factor = 1.f;
 #if NORM
       float square = 0.f;
@@ -231,5 +244,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
       out_t* target = out + token * out_stride + column;
       *target = from_float<out_t>(accumulate ? result + to_float(*target) : result);
     }
+    if (BUFFERS == 1) __syncthreads();
   }
 }
