@@ -78,13 +78,6 @@ class RawWeight:
             rows *= size
         return rows
 
-    def require(self, format: WeightFormat, shape: tuple[int, ...]) -> None:
-        """Raise `WeightsError` unless this is a weight of that format and shape."""
-        if self.format is not format or self.shape != shape:
-            raise WeightsError(
-                f"expected a {format} weight of shape {list(shape)}, got {self.format} {list(self.shape)}"
-            )
-
     @property
     def nbytes(self) -> int:
         """Bytes of all rows."""
@@ -96,6 +89,13 @@ class RawWeight:
             return self.data
         scales = np.ascontiguousarray(self.scales).view(np.uint8)
         return np.concatenate([self.data, scales], axis=1)
+
+    def require(self, format: WeightFormat, shape: tuple[int, ...]) -> None:
+        """Raise `WeightsError` unless this is a weight of that format and shape."""
+        if self.format is not format or self.shape != shape:
+            raise WeightsError(
+                f"expected a {format} weight of shape {list(shape)}, got {self.format} {list(self.shape)}"
+            )
 
     def dequantize(self) -> np.ndarray[Any, np.dtype[np.float32]]:
         """The values as a new float32 array of `shape`."""
@@ -135,6 +135,7 @@ def require_parts(parts: Sequence[RawWeight], format: WeightFormat, shape: tuple
 
 
 _E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+
 
 Blocks = np.ndarray[Any, np.dtype[np.uint8]]  # [num_blocks, block_bytes]
 Values = np.ndarray[Any, np.dtype[np.float32]]  # [num_blocks, 32]
