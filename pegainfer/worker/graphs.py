@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 from pegainfer.runtime.device import Device, Graph
 
-__all__ = ["GraphCache", "GraphKey", "padded_size"]
+__all__ = ["GraphCache", "GraphKey", "coarse_size", "padded_size"]
 
 ResultT = TypeVar("ResultT")
 
@@ -35,12 +35,17 @@ def padded_size(count: int) -> int:
     return -(-count // granularity) * granularity
 
 
+def coarse_size(count: int) -> int:
+    """The next power of two: for steps that come in too many shapes to have a graph for each."""
+    return 1 << (count - 1).bit_length()
+
+
 class GraphCache(Generic[ResultT]):
     """The `capacity` most recently used graphs, each with what its forward returned (tensors at fixed
-    addresses).
+    addresses). On a GPU a graph of a model with 36 layers takes about a megabyte of host memory.
     """
 
-    def __init__(self, device: Device, *, capacity: int = 256) -> None:
+    def __init__(self, device: Device, *, capacity: int = 96) -> None:
         self._stream = device.stream
         self._capacity = capacity
         self._entries: OrderedDict[GraphKey, tuple[Graph, ResultT]] = OrderedDict()

@@ -12,15 +12,15 @@ from pegainfer.runtime.arena import Arena
 from pegainfer.runtime.device import Device
 from pegainfer.runtime.dtypes import DType
 from pegainfer.runtime.tensor import Tensor
-from pegainfer.worker.graphs import GraphCache, GraphKey, padded_size
+from pegainfer.worker.graphs import GraphCache, GraphKey, coarse_size, padded_size
 from pegainfer.worker.input_batch import StepLayout
 from pegainfer.worker.kv_storage import KvStorage
 from pegainfer.worker.staging import StagingBuffer
 
 __all__ = ["ModelRunner", "StepLimits", "StepResult"]
 
-_MAX_PADDED_TOKENS = 256
-"""Steps of up to this many tokens are recorded whatever they consist of, where graphs are padded."""
+_LEAST_PADDED_TOKENS, _MAX_PADDED_TOKENS = 16, 256
+"""Steps of up to so many tokens are recorded whatever they consist of, where graphs are padded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,13 +157,14 @@ class ModelRunner:
         if not self._pads:
             return (num_tokens, num_requests, num_logits) if is_decode else None
         limits = self._limits
-        requests = min(padded_size(num_requests), limits.num_requests)
-        logits = min(padded_size(num_logits), limits.num_logits, limits.num_requests) if num_logits else 0
+        size = padded_size if is_decode else coarse_size
+        requests = min(size(num_requests), limits.num_requests)
+        logits = min(size(num_logits), limits.num_logits, limits.num_requests) if num_logits else 0
         if is_decode:
             return requests, requests, logits
-        tokens = padded_size(num_tokens)
+        tokens = max(coarse_size(num_tokens), _LEAST_PADDED_TOKENS)
         if tokens == requests:  # that would look like a decode step
-            tokens = padded_size(tokens + 1)
+            tokens *= 2
         if tokens > min(limits.num_tokens, _MAX_PADDED_TOKENS):
             return None
         return tokens, requests, logits

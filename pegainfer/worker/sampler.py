@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from pegainfer.errors import ConfigError, KernelError
 from pegainfer.ops.feed import FeedTokensFacts, feed_tokens
 from pegainfer.ops.op import Launcher, bind
 from pegainfer.ops.sampling import SamplingFacts, sample, token_logprobs
@@ -139,9 +140,14 @@ class Sampler:
         self._max_num_seqs = max_num_seqs
         self._width = min(max_logprobs if max_logprobs > 0 else 20, vocab_size)
         self._launchers: dict[int, tuple[Launcher, Launcher]] = {}
-        self._bind(self._width)
-        if max_logprobs < 0:
-            self._bind(vocab_size)  # a device that cannot do it says so at start
+        try:
+            self._bind(self._width)
+            if max_logprobs < 0:
+                self._bind(vocab_size)
+        except KernelError:
+            raise ConfigError(
+                f"--max-logprobs {max_logprobs} is more than this device can return in a step: lower it"
+            ) from None
         self._feed = bind(feed_tokens, FeedTokensFacts(), device)
         self._sampled = device.zeros((max_num_seqs,), DType.int32)
         self._scored = ScoredTokens.empty(device, max_num_seqs, self._width)

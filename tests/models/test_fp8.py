@@ -26,13 +26,22 @@ from tests.models.worker_driver import GOLDEN, golden_worker
 
 Array = np.ndarray[Any, Any]
 
-CUT = {**CONFIG, "hidden_size": 320, "intermediate_size": 200, "head_dim": 40}
+SMALL = {"vocab_size": 250}  # so that a GPU can return the log-probabilities of all tokens
+
+CUT = {**CONFIG, **SMALL, "hidden_size": 320, "intermediate_size": 200, "head_dim": 40}
 """Several blocks each way, the last ones cut."""
 
-WHOLE = {**CONFIG, "hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "num_attention_heads": 4}
+WHOLE = {
+    **CONFIG,
+    **SMALL,
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "head_dim": 64,
+    "num_attention_heads": 4,
+}
 """What a GPU keeps as FP8."""
 
-EXPERTS = {**MOE_CONFIG, "hidden_size": 160, "moe_intermediate_size": 136, "intermediate_size": 150}
+EXPERTS = {**MOE_CONFIG, **SMALL, "hidden_size": 160, "moe_intermediate_size": 136, "intermediate_size": 150}
 
 
 def uneven(config: dict[str, Any]) -> dict[str, Array]:
