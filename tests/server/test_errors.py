@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from pathlib import Path
 from typing import Any
@@ -128,18 +129,13 @@ def test_a_body_too_large(tiny: Server) -> None:
     assert (status, answer["error"]["code"]) == (413, 413)
 
     def chunked() -> Any:
-        for _ in range(40):
+        for _ in range(17):  # the last one is too much: the server need not read what it has refused
             yield b"x" * (1 << 16)
 
-    connection = tiny.connect()
-    try:
+    with contextlib.closing(tiny.connect()) as connection:
         headers = {"Content-Type": "application/json", "Transfer-Encoding": "chunked"}
         connection.request("POST", COMPLETIONS, chunked(), headers, encode_chunked=True)
         assert connection.getresponse().status == 413
-    except (BrokenPipeError, ConnectionResetError):
-        pass  # the server need not read what it has refused
-    finally:
-        connection.close()
     assert tiny.complete(prompt=[1], max_tokens=1)
 
 

@@ -92,18 +92,34 @@ def test_t28_silence_is_filled_with_comments(sim: Server) -> None:
 
 def test_t27_a_slow_reader_holds_nobody_up(sim: Server) -> None:
     assert until(sim.is_idle)
-    with socket.create_connection(("127.0.0.1", sim.port)) as slow:
-        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        body = json.dumps({**ENDLESS, "stream": True, "logprobs": 5}).encode()
-        head = ("POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json")
-        slow.sendall("\r\n".join((*head, f"Content-Length: {len(body)}", "", "")).encode() + body)
-        slow.recv(1)
-        before = psutil.Process(sim.process.pid).memory_info().rss
+    with slow_reader(sim, ENDLESS):
         started = time.monotonic()
         sim.complete(prompt=[1], max_tokens=100, ignore_eos=True)
         assert time.monotonic() - started < 5.0  # 1.0 s at 10 ms a token
-        assert psutil.Process(sim.process.pid).memory_info().rss - before < 30e6
     assert until(sim.is_idle, 5.0)
+
+
+def test_t27_a_slow_reader_costs_no_more_than_its_tokens(tmp_path: Path) -> None:
+    """30,000 events of more than 600 bytes, which nobody reads: they are not even written."""
+    pace = ("--sim-ttft-ms", "0", "--sim-tpot-ms", "0", "--max-model-len", "32768", "--skip-tokenizer-init")
+    with serving(tmp_path / "log", "none", "--simulate", *pace) as server:
+        server.complete(prompt=[1], max_tokens=50, ignore_eos=True, logprobs=5)
+        before = psutil.Process(server.process.pid).memory_info().rss
+        with slow_reader(server, {"prompt": [1], "max_tokens": 30_000, "ignore_eos": True, "logprobs": 5}):
+            assert until(server.is_idle, 30.0)
+            assert psutil.Process(server.process.pid).memory_info().rss - before < 15e6
+
+
+@contextlib.contextmanager
+def slow_reader(server: Server, fields: dict[str, Any]) -> Iterator[None]:
+    """A client that streams and does not read."""
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        body = json.dumps({**fields, "stream": True}).encode()
+        head = ("POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json")
+        connection.sendall("\r\n".join((*head, f"Content-Length: {len(body)}", "", "")).encode() + body)
+        connection.recv(1)
+        yield
 
 
 def test_t24_a_stopped_engine_is_unhealthy_until_it_moves(tiny_model: Path, tmp_path: Path) -> None:
