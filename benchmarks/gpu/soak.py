@@ -6,9 +6,10 @@ Clients send prompts of a few to some thousand tokens, greedy and sampled, with 
 log-probabilities, alone and several at a time; some leave in the middle of an answer. The KV cache is made
 too small for all of them, so that requests are preempted. Among them a few probes come again and again,
 whose answers are known from when the server had nothing else to do: they must be the same, or part from it
-where the two likeliest tokens were closer than `NEAR` nats, which rounding may decide. In the end nothing
-may be left: no running request, no used block, no grown memory; and the probes, alone again, must answer bit
-for bit as at first. Exit status 1 when something is wrong.
+where the two likeliest tokens were closer than `NEAR` nats, which rounding may decide, and score the tokens
+that they share alike. (Of random weights most tokens are that close; a trained model says more.) In the end
+nothing may be left: no running request, no used block, no grown memory; and the probes, alone again, must
+answer bit for bit as at first. Exit status 1 when something is wrong.
 """
 
 from __future__ import annotations
@@ -66,6 +67,11 @@ class Answer:
         """The first token that differs."""
         pairs = zip(self.token_ids, other.token_ids, strict=True)
         return next((index for index, (one, two) in enumerate(pairs) if one != two), None)
+
+    def drift_from(self, other: Answer, at: int | None) -> float:
+        """The largest difference of log-probabilities of the tokens before `at`."""
+        pairs = zip(self.scores[:at], other.scores[:at], strict=True)
+        return max((abs(one - two) for one, two in pairs), default=0.0)
 
 
 def main() -> int:
@@ -166,7 +172,10 @@ async def check_probe(client: HttpClient, index: int, known: list[Answer], tally
     """A probe under load."""
     answer = await probe(client, index)
     at = answer.parts_from(known[index])
-    if at is None:
+    drift = answer.drift_from(known[index], at)
+    if drift > NEAR:
+        tally.problems.append(f"probe {index} scores its tokens otherwise by {drift:.3f} nats")
+    elif at is None:
         tally.probes_equal += 1
     elif min(known[index].gaps[at], answer.gaps[at]) < NEAR:
         tally.probes_parted += 1

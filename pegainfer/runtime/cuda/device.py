@@ -306,6 +306,8 @@ class CudaDevice:
         """Wait for the stream and unload every kernel. Tensors free their own memory."""
         self.stream.synchronize()
         self._landings.close()
+        if "cublaslt" in vars(self):
+            self.cublaslt.close()
         for loaded in self._modules.values():
             cuda.cuModuleUnload(loaded)
         self._modules.clear()
