@@ -114,7 +114,7 @@ def _build_worker(
         worker = _assemble(config, model, storage, batch, device=device, limits=limits, info=info)
     with _phase(phases, "warm up"):
         _warm_up(worker)
-        worker.tune()
+        worker.rehearse()
     return worker
 
 

@@ -1,7 +1,7 @@
 """Recorded forwards by step size: sizes that come again are recorded, and replayed from then on.
 
-The first step of a size is launched as it is: it loads whatever is loaded at first use, which cannot be
-recorded, and many sizes never come again.
+Unless it was recorded in advance, the first step of a size is launched as it is: it loads whatever is loaded
+at first use, which cannot be recorded, and many sizes never come again.
 """
 
 from __future__ import annotations
@@ -70,9 +70,10 @@ class GraphCache(Generic[ResultT]):
         graph.replay()
         return result
 
-    def clear(self) -> None:
-        """Forget every graph."""
-        self._entries.clear()
+    def record(self, key: GraphKey, forward: Callable[[], ResultT]) -> None:
+        """Have the graph of `key` before it is wanted. `forward` is launched once and recorded."""
+        forward()
+        self._entries[key] = self._capture(forward)
 
     def _capture(self, forward: Callable[[], ResultT]) -> tuple[Graph, ResultT]:
         self._stream.begin_capture()

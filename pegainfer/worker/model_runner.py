@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from pegainfer.worker.staging import StagingBuffer
 
 __all__ = ["ModelRunner", "StepLimits", "StepResult"]
 
+_MAX_RECORDED_REQUESTS = 256
 _LEAST_PADDED_TOKENS, _MAX_PADDED_TOKENS = 16, 256
 """Steps of up to so many tokens are recorded whatever they consist of, where graphs are padded."""
 
@@ -76,6 +78,7 @@ class ModelRunner:
         max_steps_in_flight: int,
     ) -> None:
         self._model = model
+        self._stream = device.stream
         self._storage = storage
         self._limits = limits
         self.staging = StagingBuffer(device, limits.staging_fields, copies=max_steps_in_flight)
@@ -93,24 +96,33 @@ class ModelRunner:
         self.staging.host["sampled_rows"][:num_sampled] = sampled
         num_logits = num_sampled if num_sampled <= self._limits.num_logits else 0
         used = (layout.num_tokens, layout.num_requests, num_logits)
-        key = self._graph_key(layout, num_logits)
+        key = self._graph_key(*used)
         if key is not None:
             self._fill_up(used, key)
         self.staging.upload(layout.num_requests)
         if layout.has_pending:
             feed(self.staging.tensors["token_ids"].rows(layout.num_tokens))
 
-        def launch() -> StepResult:
-            num_tokens, num_requests, num_logits = key or used
-            hidden = self._model.forward(self._batch(num_tokens, num_requests))
-            return StepResult(
-                hidden, self._logits(hidden, "sampled_rows", 0, num_logits) if num_logits else None
-            )
-
         if key is None or self._graphs is None:
-            return launch()
-        result = self._graphs.run(key, launch)
+            return self._launch(used)
+        result = self._graphs.run(key, partial(self._launch, key))
         return StepResult(result.hidden, result.logits.rows(num_logits) if result.logits else None)
+
+    def record(self) -> None:
+        """Record decode steps of all sizes up to `_MAX_RECORDED_REQUESTS` in advance, where that takes time
+        that a request would wait for: where graphs are padded.
+        """
+        if self._graphs is None or not self._pads:
+            return
+        most, keys = min(self._limits.num_requests, _MAX_RECORDED_REQUESTS), set()
+        for count in range(1, most + 1):
+            keys.add(self._graph_key(count, count, count if count <= self._limits.num_logits else 0))
+        for key in sorted(filter(None, keys)):
+            self.staging.host["query_start_loc"][0] = 0
+            self._fill_up((0, 0, 0), key)
+            self.staging.upload(key[1])
+            self._graphs.record(key, partial(self._launch, key))
+            self._stream.synchronize()  # the staging is written again
 
     def rehearse(self, num_tokens: int) -> None:
         """Run the model, and the head where it serves so many rows, on made-up tokens that leave no trace."""
@@ -144,13 +156,17 @@ class ModelRunner:
         for start in range(0, num_rows, step):
             consume(self._logits(hidden, rows, start, min(start + step, num_rows)), start)
 
-    def _graph_key(self, layout: StepLayout, num_logits: int) -> GraphKey | None:
+    def _launch(self, key: GraphKey) -> StepResult:
+        num_tokens, num_requests, num_logits = key
+        hidden = self._model.forward(self._batch(num_tokens, num_requests))
+        return StepResult(hidden, self._logits(hidden, "sampled_rows", 0, num_logits) if num_logits else None)
+
+    def _graph_key(self, num_tokens: int, num_requests: int, num_logits: int) -> GraphKey | None:
         """Sizes of the graph that serves a step; None: the step is launched as it is.
 
         Decode steps come back in the same sizes; with padding, other small ones do, too. Recording the others
         would push these out.
         """
-        num_tokens, num_requests = layout.num_tokens, layout.num_requests
         is_decode = num_tokens == num_requests
         if self._graphs is None:
             return None

@@ -97,10 +97,13 @@ class Worker:
             step.done.wait()
         return StepOutput(step.plan.step_id, self._results(step, step.layout))
 
-    def tune(self) -> None:
-        """Let the device measure what it does not know yet about this model; before the first request."""
+    def rehearse(self) -> None:
+        """Do before the first request what it would have to wait for: measure what the device does not know
+        yet about this model, and record decode steps.
+        """
         self._device.tune(self._runner.rehearse, self._info.max_num_batched_tokens)
         self._device.stream.synchronize()
+        self._runner.record()
 
     def close(self) -> None:
         """Free the device."""
