@@ -86,6 +86,52 @@ def test_a_request_without_a_token_fails_alone() -> None:
     core.check_integrity()
 
 
+def test_requests_that_come_leave_and_end_early() -> None:
+    """Aborts and stop tokens between steps that overlap, in a cache that is too small: whoever stays gets the
+    answer that it gets alone, and nothing is left behind.
+    """
+    options = {"num_gpu_blocks_override": 14, "max_model_len": 128, "max_num_batched_tokens": 32}
+    config = EngineConfig.from_flat(
+        device="cpu", num_threads=2, max_num_seqs=5, async_scheduling=True, **options
+    )
+    core = EngineCore(config, make_worker(checkpoint(), config), eos_token_ids=())
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(0, VOCAB, int(rng.integers(1, 60))).tolist() for _ in range(24)]
+    params: list[dict[str, Any]] = [{"max_tokens": 25} for _ in prompts]
+    alone = []
+    for index, prompt in enumerate(prompts):
+        core.add(add_request(prompt, f"alone {index}", temperature=0.0, **params[index]))
+        alone.append(tokens_of(run_core(core)[f"alone {index}"]))
+        if index % 3 == 0:  # ends with a token of its own answer, which the engine cannot foresee
+            stop = alone[index][int(rng.integers(3, 20))]
+            params[index]["stop_token_ids"] = (stop,)
+            alone[index] = alone[index][: alone[index].index(stop) + 1]
+    got: dict[str, list[Any]] = {}
+    aborted = set()
+    waiting = list(range(len(prompts)))
+    while waiting or core.has_work:
+        if waiting and rng.random() < 0.4:
+            index = waiting.pop()
+            core.add(add_request(prompts[index], f"{index}", temperature=0.0, **params[index]))
+            got[f"{index}"] = []
+        if rng.random() < 0.1:
+            name = str(rng.choice(list(got))) if got else ""
+            if got.get(name) is not None and not (got[name] and got[name][-1].finish_reason):
+                aborted.add(name)
+                core.abort([name])
+        for update in core.step():
+            got[update.request_id].append(update)
+    for index, expected in enumerate(alone):
+        tokens = tokens_of(got[f"{index}"])
+        assert got[f"{index}"][-1].finish_reason is not None
+        assert sum(update.finish_reason is not None for update in got[f"{index}"]) == 1
+        assert tokens == (expected[: len(tokens)] if f"{index}" in aborted else expected), index
+    assert aborted
+    assert core.stats().num_preemptions > 0
+    core.check_integrity()
+    assert core.stats().kv_cache_usage == 0
+
+
 @pytest.mark.gpu
 def test_the_same_tokens_on_a_gpu() -> None:
     """Float32, where rounding decides nothing: recorded, padded and overlapped against plain launches."""
