@@ -70,9 +70,12 @@ def _bindings(config: EngineConfig, device: Device) -> list[Binding]:
     from pegainfer.ops.op import record_bindings
     from pegainfer.weights.loader import open_checkpoint
     from pegainfer.worker.build import bind_ops
+    from pegainfer.worker.kernels_ahead import kernels_ahead
 
     checkpoint = open_checkpoint(config.model, config.load)
     try:
+        with kernels_ahead(device, lambda planned: bind_ops(config, checkpoint, device=planned)):
+            bind_ops(config, checkpoint, device=device)  # compiles what is missing, side by side
         with record_bindings() as bindings:
             bind_ops(config, checkpoint, device=device)
         return bindings
