@@ -184,7 +184,7 @@ def build_simulated_worker(config: EngineConfig, *, vocab_size: int | None = Non
         block_size=cache.block_size,
         num_blocks=num_blocks,
         kv_cache_bytes=0,
-        max_steps_in_flight=2,
+        max_steps_in_flight=1 if scheduler.async_scheduling is False else 2,
     )
     return SimulatedWorker(
         info,
