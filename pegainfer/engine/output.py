@@ -91,11 +91,6 @@ class OutputProcessor:
         self.last_update: RequestUpdate | None = None
         """The update that ended the request, with its times."""
 
-    @property
-    def is_finished(self) -> bool:
-        """Whether the last delta has been given."""
-        return self._finished
-
     def push(self, update: RequestUpdate) -> OutputDelta:
         """What `update` adds."""
         if self._finished:

@@ -97,11 +97,6 @@ class Scheduler:
         return len(self._waiting)
 
     @property
-    def num_steps_in_flight(self) -> int:
-        """Plans whose output `update` has not seen."""
-        return len(self._in_flight)
-
-    @property
     def has_unfinished(self) -> bool:
         """Whether any request is waiting or running."""
         return len(self.ledger) > 0

@@ -115,10 +115,6 @@ class CudaStream:
         """Enqueue a copy of a pinned tensor's bytes into a device tensor of the same size."""
         check(cuda.cuMemcpyHtoDAsync(target.data_ptr, source.data_ptr, source.nbytes, self.handle))
 
-    def copy_to_host(self, target: Tensor, source: Tensor) -> None:
-        """Enqueue a copy of a device tensor's bytes into a pinned tensor of the same size."""
-        check(cuda.cuMemcpyDtoHAsync(target.data_ptr, source.data_ptr, source.nbytes, self.handle))
-
 
 class PinnedMirror:
     """A `Mirror` whose upload is one asynchronous copy."""
