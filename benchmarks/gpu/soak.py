@@ -33,9 +33,8 @@ from pegainfer.cli.bench.http import HttpClient, HttpError
 NEAR = 0.2
 """Nats: answers may part where the gap between the two likeliest tokens is smaller; the gate's own limit."""
 STALL_S = 10.0
-GROWTH_MB = 60
+GROWTH_MB, GPU_GROWTH_MB = 60, 64
 PROBES = ((12, 40), (333, 64), (1500, 48), (3000, 24))  # tokens of the prompt, of the answer
-VOCABULARY = 100_000
 
 
 @dataclass
@@ -84,14 +83,18 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=48)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--blocks", type=int, default=3000, help="KV blocks of the cache")
+    parser.add_argument("--vocabulary", type=int, default=100_000, help="ids of prompts are below this")
+    parser.add_argument("--flag", nargs="*", default=[], help="further flags of the server, without --")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     flags = [
         *("--skip-tokenizer-init", "--device", options.device, "--max-model-len", "8192"),
         *("--num-gpu-blocks-override", str(options.blocks), "--disable-uvicorn-access-log"),
+        *(f"--{flag}" for flag in options.flag),
     ]
     with running_server(options.model, flags) as server:
-        result, problems = asyncio.run(soak(server, options.minutes * 60, options.clients))
+        load = Load(server, options.vocabulary)
+        result, problems = asyncio.run(load.soak(options.minutes * 60, options.clients))
     log = server.log.read_text()
     problems += [line for line in log.splitlines() if " ERROR " in line or "Traceback" in line][:5]
     result |= {"minutes": options.minutes, "clients": options.clients, "flags": flags}
@@ -103,133 +106,142 @@ def main() -> int:
     return 1 if problems else 0
 
 
-async def soak(server: Server, seconds: float, clients: int) -> tuple[dict[str, Any], list[str]]:
-    """The whole course: probes alone, load, probes alone again."""
-    client, tally = HttpClient(server.url), Tally()
-    known = [await probe(client, index) for index in range(len(PROBES))]
-    end = time.monotonic() + seconds
-    workers = [asyncio.create_task(work(server.url, index, end, known, tally)) for index in range(clients)]
-    await asyncio.sleep(min(60.0, seconds / 4))
-    memory, gpu = server.memory_mb(), gpu_memory_mb()
-    await asyncio.gather(*workers)
-    await asyncio.sleep(1.0)
-    metrics = await read_metrics(client)
-    grown = server.memory_mb() - memory
-    again = [await probe(client, index) for index in range(len(PROBES))]
-    problems = tally.problems
-    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
-        if metrics[name]:
-            problems.append(f"{name} is {metrics[name]} after the load")
-    if grown > GROWTH_MB:
-        problems.append(f"the server grew by {grown} MB")
-    if gpu_memory_mb() > gpu + 16:
-        problems.append(f"GPU memory grew from {gpu} to {gpu_memory_mb()} MB")
-    if tally.longest_gap_s > STALL_S:
-        problems.append(f"a stream stood still for {tally.longest_gap_s:.1f} s")
-    for index, (first, last) in enumerate(zip(known, again, strict=True)):
-        if (first.token_ids, first.scores) != (last.token_ids, last.scores):
-            problems.append(f"probe {index} answers otherwise than at first")
-    result = {name: value for name, value in vars(tally).items() if name != "problems"}
-    result |= {"preemptions": metrics["num_preemptions_total"], "grown_mb": grown}
-    result["longest_gap_s"] = round(tally.longest_gap_s, 2)
-    return result, problems
+class Load:
+    """The clients, what they know and what they see. `vocabulary` bounds the ids of prompts."""
 
+    def __init__(self, server: Server, vocabulary: int) -> None:
+        self._server = server
+        self._ids = range(vocabulary)
+        self._prompts = [
+            random.Random(1000 + index).choices(self._ids, k=length)
+            for index, (length, _) in enumerate(PROBES)
+        ]
+        self._known: list[Answer] = []
+        self._tally = Tally()
 
-async def work(url: str, index: int, end: float, known: list[Answer], tally: Tally) -> None:
-    """One client: requests of all kinds, one after the other, with pauses in which bursts gather."""
-    client, rng = HttpClient(url), random.Random(index)
-    while time.monotonic() < end:
-        try:
-            if rng.random() < 0.15:
-                await check_probe(client, rng.randrange(len(PROBES)), known, tally)
-            else:
-                await stream(client, rng, tally)
-        except (HttpError, KeyError, ValueError) as error:
-            tally.problems.append(f"{type(error).__name__}: {error}"[:300])
+    async def soak(self, seconds: float, clients: int) -> tuple[dict[str, Any], list[str]]:
+        """The whole course: probes alone, load, probes alone again."""
+        client, server, tally = HttpClient(self._server.url), self._server, self._tally
+        self._known = [await self._probe(client, index) for index in range(len(PROBES))]
+        end = time.monotonic() + seconds
+        workers = [asyncio.create_task(self._work(index, end)) for index in range(clients)]
+        await asyncio.sleep(min(60.0, seconds / 4))
+        memory, gpu = server.memory_mb(), gpu_memory_mb()
+        await asyncio.gather(*workers)
+        await asyncio.sleep(1.0)
+        metrics = await read_metrics(client)
+        grown = server.memory_mb() - memory
+        again = [await self._probe(client, index) for index in range(len(PROBES))]
+        problems = tally.problems
+        for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+            if metrics[name]:
+                problems.append(f"{name} is {metrics[name]} after the load")
+        if grown > GROWTH_MB:
+            problems.append(f"the server grew by {grown} MB")
+        if gpu_memory_mb() > gpu + GPU_GROWTH_MB:
+            problems.append(f"GPU memory grew from {gpu} to {gpu_memory_mb()} MB")
+        if tally.longest_gap_s > STALL_S:
+            problems.append(f"a stream stood still for {tally.longest_gap_s:.1f} s")
+        for index, (first, last) in enumerate(zip(self._known, again, strict=True)):
+            if (first.token_ids, first.scores) != (last.token_ids, last.scores):
+                problems.append(f"probe {index} answers otherwise than at first")
+        result = {name: value for name, value in vars(tally).items() if name != "problems"}
+        result |= {"preemptions": metrics["num_preemptions_total"], "grown_mb": grown}
+        result["longest_gap_s"] = round(tally.longest_gap_s, 2)
+        return result, problems
+
+    async def _work(self, index: int, end: float) -> None:
+        """One client: requests of all kinds, one after the other, with pauses in which bursts gather."""
+        client, rng = HttpClient(self._server.url), random.Random(index)
+        while time.monotonic() < end:
+            try:
+                if rng.random() < 0.15:
+                    await self._check_probe(client, rng.randrange(len(PROBES)))
+                else:
+                    await self._stream(client, rng)
+            except (HttpError, KeyError, ValueError) as error:
+                self._tally.problems.append(f"{type(error).__name__}: {error}"[:300])
+                return
+            if rng.random() < 0.1:
+                # All wait for the same full ten seconds, and come back together.
+                await asyncio.sleep(10.0 - time.monotonic() % 10.0)
+
+    async def _probe(self, client: HttpClient, index: int) -> Answer:
+        """A request whose answer is known; it never finds its own prefix in the cache."""
+        body = {"prompt": self._prompts[index], "max_tokens": PROBES[index][1], "temperature": 0}
+        body |= {"ignore_eos": True, "logprobs": 2, "cache_salt": f"probe {random.random()}"}
+        body |= {"return_token_ids": True, "return_tokens_as_token_ids": True}
+        response = await client.request("POST", "/v1/completions", body=body)
+        if response.status != 200:
+            raise HttpError(f"HTTP {response.status}: {response.body[:200]!r}")
+        return Answer(response.json())
+
+    async def _check_probe(self, client: HttpClient, index: int) -> None:
+        """A probe under load."""
+        known, tally = self._known[index], self._tally
+        answer = await self._probe(client, index)
+        at = answer.parts_from(known)
+        drift = answer.drift_from(known, at)
+        if drift > NEAR:
+            tally.problems.append(f"probe {index} scores its tokens otherwise by {drift:.3f} nats")
+        elif at is None:
+            tally.probes_equal += 1
+        elif min(known.gaps[at], answer.gaps[at]) < NEAR:
+            tally.probes_parted += 1
+        else:
+            tally.problems.append(f"probe {index} parts at {at}, where the gap is {known.gaps[at]:.3f}")
+
+    async def _stream(self, client: HttpClient, rng: random.Random) -> None:
+        """A streamed request; one in six is left in the middle."""
+        tally, body = self._tally, self._body(rng)
+        leaves_after = rng.randint(1, 40) if rng.random() < 1 / 6 else None
+        last, pieces = time.monotonic(), 0
+        left = asyncio.Event()
+
+        def on_body(piece: bytes) -> None:
+            nonlocal last, pieces
+            now = time.monotonic()
+            if pieces:
+                tally.longest_gap_s = max(tally.longest_gap_s, now - last)
+            last = now
+            pieces += 1
+            if leaves_after is not None and pieces >= leaves_after:
+                left.set()
+            if b'"error"' in piece:
+                tally.problems.append(piece[:300].decode(errors="replace"))
+
+        request = asyncio.ensure_future(client.request("POST", "/v1/completions", body=body, on_body=on_body))
+        leaving = asyncio.ensure_future(left.wait())
+        await asyncio.wait({request, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        leaving.cancel()
+        if not request.done():
+            request.cancel()
+            tally.left += 1
             return
+        response = request.result()
+        if response.status != 200:
+            tally.problems.append(f"HTTP {response.status}: {response.body[:200]!r}")
+        tally.finished += 1
+        tally.tokens += body["max_tokens"] * body.get("n", 1)
+
+    def _body(self, rng: random.Random) -> dict[str, Any]:
+        """A request of some kind."""
+        length = int(2 ** rng.uniform(2, 12.5))
+        ids = rng.choices(self._ids, k=length)
+        if rng.random() < 0.3:  # a common prefix
+            ids[: length // 2] = [index * 7 % len(self._ids) for index in range(length // 2)]
+        body: dict[str, Any] = {"prompt": ids, "max_tokens": rng.randint(1, 160), "stream": True}
+        body |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
+        body["temperature"] = rng.choice([0, 0, 0.7, 1.2])
+        if rng.random() < 0.3:
+            body |= {"top_p": 0.9, "top_k": rng.choice([-1, 40]), "min_p": rng.choice([0, 0.05])}
+        if rng.random() < 0.2:
+            body |= {"presence_penalty": 1.0, "repetition_penalty": 1.1, "frequency_penalty": 0.2}
+        if rng.random() < 0.2:
+            body["logprobs"] = rng.choice([0, 5])
         if rng.random() < 0.1:
-            # All wait for the same full ten seconds, and come back together.
-            await asyncio.sleep(10.0 - time.monotonic() % 10.0)
-
-
-async def probe(client: HttpClient, index: int) -> Answer:
-    """A request whose answer is known."""
-    length, count = PROBES[index]
-    ids = random.Random(1000 + index).choices(range(VOCABULARY), k=length)
-    body = {"prompt": ids, "max_tokens": count, "temperature": 0, "ignore_eos": True, "logprobs": 2}
-    body |= {
-        "return_token_ids": True,
-        "return_tokens_as_token_ids": True,
-        "cache_salt": f"probe {random.random()}",
-    }
-    response = await client.request("POST", "/v1/completions", body=body)
-    if response.status != 200:
-        raise HttpError(f"HTTP {response.status}: {response.body[:200]!r}")
-    return Answer(response.json())
-
-
-async def check_probe(client: HttpClient, index: int, known: list[Answer], tally: Tally) -> None:
-    """A probe under load."""
-    answer = await probe(client, index)
-    at = answer.parts_from(known[index])
-    drift = answer.drift_from(known[index], at)
-    if drift > NEAR:
-        tally.problems.append(f"probe {index} scores its tokens otherwise by {drift:.3f} nats")
-    elif at is None:
-        tally.probes_equal += 1
-    elif min(known[index].gaps[at], answer.gaps[at]) < NEAR:
-        tally.probes_parted += 1
-    else:
-        tally.problems.append(f"probe {index} parts at {at}, where the gap is {known[index].gaps[at]:.3f}")
-
-
-async def stream(client: HttpClient, rng: random.Random, tally: Tally) -> None:
-    """A streamed request; one in six is left in the middle."""
-    length = int(2 ** rng.uniform(2, 12.5))
-    ids = rng.choices(range(VOCABULARY), k=length)
-    if rng.random() < 0.3:
-        ids[: length // 2] = [index * 7 % VOCABULARY for index in range(length // 2)]  # a common prefix
-    count = rng.randint(1, 160)
-    body: dict[str, Any] = {"prompt": ids, "max_tokens": count, "stream": True, "ignore_eos": True}
-    body["stream_options"] = {"include_usage": True}
-    body["temperature"] = rng.choice([0, 0, 0.7, 1.2])
-    if rng.random() < 0.3:
-        body |= {"top_p": 0.9, "top_k": rng.choice([-1, 40]), "min_p": rng.choice([0, 0.05])}
-    if rng.random() < 0.2:
-        body |= {"presence_penalty": 1.0, "repetition_penalty": 1.1, "frequency_penalty": 0.2}
-    if rng.random() < 0.2:
-        body["logprobs"] = rng.choice([0, 5])
-    if rng.random() < 0.1:
-        body |= {"n": 3, "temperature": 1.0}
-    leaves_after = rng.randint(1, 40) if rng.random() < 1 / 6 else None
-    last, pieces = time.monotonic(), 0
-    left = asyncio.Event()
-
-    def on_body(piece: bytes) -> None:
-        nonlocal last, pieces
-        now = time.monotonic()
-        if pieces:
-            tally.longest_gap_s = max(tally.longest_gap_s, now - last)
-        last = now
-        pieces += 1
-        if leaves_after is not None and pieces >= leaves_after:
-            left.set()
-        if b'"error"' in piece:
-            tally.problems.append(piece[:300].decode(errors="replace"))
-
-    request = asyncio.ensure_future(client.request("POST", "/v1/completions", body=body, on_body=on_body))
-    leaving = asyncio.ensure_future(left.wait())
-    await asyncio.wait({request, leaving}, return_when=asyncio.FIRST_COMPLETED)
-    leaving.cancel()
-    if not request.done():
-        request.cancel()
-        tally.left += 1
-        return
-    response = request.result()
-    if response.status != 200:
-        tally.problems.append(f"HTTP {response.status}: {response.body[:200]!r}")
-    tally.finished += 1
-    tally.tokens += count * body.get("n", 1)
+            body |= {"n": 3, "temperature": 1.0}
+        return body
 
 
 async def read_metrics(client: HttpClient) -> dict[str, float]:
