@@ -11,7 +11,6 @@ import math
 import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -19,6 +18,7 @@ from pegainfer.errors import WeightsError
 from pegainfer.ops.raw_weight import RawWeight
 from pegainfer.runtime.device import Device
 from pegainfer.runtime.dtypes import DType, WeightFormat
+from pegainfer.runtime.mapped import mapping_of
 from pegainfer.runtime.tensor import Tensor
 from pegainfer.weights.quantized import quantize
 
@@ -194,7 +194,7 @@ def convert(raw: RawWeight, format: WeightFormat, *, name: str = "tensor") -> Ra
 
 def release_pages(raw: RawWeight) -> None:
     """Take the pages of a mapped weight out of this process's memory; they are read again if touched."""
-    mapped = _mapping_of(raw.data)
+    mapped = mapping_of(raw.data)
     if mapped is None or not raw.data.flags.c_contiguous:
         return
     start = raw.data.ctypes.data - np.frombuffer(mapped, np.uint8).ctypes.data
@@ -202,13 +202,6 @@ def release_pages(raw: RawWeight) -> None:
     length = (start + raw.data.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
     if length > 0:
         mapped.madvise(mmap.MADV_DONTNEED, first, length)
-
-
-def _mapping_of(array: Any) -> mmap.mmap | None:
-    """The memory map that an array is a view of."""
-    while array is not None and not isinstance(array, mmap.mmap):
-        array = array.obj if isinstance(array, memoryview) else getattr(array, "base", None)
-    return array
 
 
 def _with_minimum(raw: RawWeight) -> RawWeight:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import numpy as np
 from pegainfer.errors import WeightsError
 from pegainfer.ops.raw_weight import RawWeight
 from pegainfer.runtime.dtypes import WeightFormat
+from pegainfer.runtime.mapped import MappedFile
 from pegainfer.weights.checkpoint import TensorInfo, canonical_names
 from pegainfer.weights.fp8 import SCALE_SUFFIX, fp8_weight, scale_shape
 
@@ -205,8 +205,7 @@ class SafetensorsCheckpoint:
 def map_file(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """The bytes of a file, read-only, without reading them yet. Raises `WeightsError`."""
     try:
-        with path.open("rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        mapped = MappedFile.open(path)
     except ValueError:
         raise WeightsError(f"{path}: the file is empty") from None
     except OSError as error:

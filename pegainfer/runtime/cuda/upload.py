@@ -1,5 +1,8 @@
 """Weights on their way to the device: threads copy them out of the page cache into page-locked memory, from
 where the GPU fetches them, all at the same time.
+
+Views of mapped files are read from the files: their pages are released as soon as a tensor has been sent, and
+a thread that came later would map them again, until the whole model counted as memory of this process.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import numpy as np
 
 from pegainfer.runtime.cuda.driver import check, cuda
 from pegainfer.runtime.dtypes import DType
+from pegainfer.runtime.mapped import copy_bytes
 from pegainfer.runtime.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -59,7 +63,9 @@ class UploadRing:
         self._pieces: deque[_Piece] = deque()
 
     def send(self, source: Bytes, target: Tensor) -> None:
-        """Enqueue the copy of a flat array to a tensor of its size. It is read later, until `close`."""
+        """Enqueue the copy of a flat array to a tensor of its size. It is read later, until `close`. Raises
+        what a thread that read an earlier one has raised.
+        """
         for start in range(0, len(source), _SLOT_BYTES):
             part = source[start : start + _SLOT_BYTES]
             if not self._free:
@@ -67,7 +73,7 @@ class UploadRing:
             slot = self._free.popleft()
             check(cuda.cuEventSynchronize(slot.event))  # the piece that it held before is on the device
             landing = slot.buffer.numpy()[: len(part)]
-            copied = self._threads.submit(np.copyto, landing, part)
+            copied = self._threads.submit(copy_bytes, part, landing)
             self._pieces.append(_Piece(copied, slot, part, target, start))
 
     def close(self) -> None:
@@ -78,6 +84,7 @@ class UploadRing:
             check(cuda.cuStreamSynchronize(self._stream))
         finally:
             self._threads.shutdown(cancel_futures=True)
+            cuda.cuStreamSynchronize(self._stream)  # after an error, too, the GPU may still read the slots
             for slot in (*self._free, *(piece.slot for piece in self._pieces)):
                 cuda.cuEventDestroy(slot.event)
             self._free.clear()
@@ -87,8 +94,7 @@ class UploadRing:
         """Let the GPU fetch the oldest piece as soon as it has been copied."""
         piece = self._pieces[0]
         piece.copied.result()
-        self._pieces.popleft()
         target, landing = piece.target.data_ptr + piece.start, piece.slot.buffer.data_ptr
         check(cuda.cuMemcpyHtoDAsync(target, landing, len(piece.source), self._stream))
         check(cuda.cuEventRecord(piece.slot.event, self._stream))
-        self._free.append(piece.slot)
+        self._free.append(self._pieces.popleft().slot)  # not before: `close` frees the slots of both
