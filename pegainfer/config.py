@@ -108,7 +108,9 @@ class LoadOptions:
 class CacheOptions:
     """Memory for keys and values."""
 
-    block_size: int = option(16, "Tokens per KV block.")
+    block_size: int | None = option(
+        None, "Tokens per KV block, a multiple of 16; 16 on the CPU, 32 on a GPU by default."
+    )
     gpu_memory_utilization: float = option(0.9, "Share of the device's memory that the engine may use.")
     kv_cache_memory_bytes: int | None = option(
         None, "Size of the KV cache; computed from free memory by default.", kind="size"
@@ -227,7 +229,7 @@ class EngineConfig:
             raise ConfigError(
                 f"--max-num-batched-tokens must be at least 1, got {scheduler.max_num_batched_tokens}"
             )
-        if cache.block_size < 1 or cache.block_size % 16:
+        if cache.block_size is not None and (cache.block_size < 1 or cache.block_size % 16):
             raise ConfigError(f"--block-size must be a multiple of 16, got {cache.block_size}")
         if not 0.0 < cache.gpu_memory_utilization <= 1.0:
             raise ConfigError(

@@ -32,6 +32,7 @@ _SHARED_KB = {(8, 0): 163, (9, 0): 227, (10, 0): 227}
 """Of one block, where it is more than 99."""
 
 _ADDRESS = 1 << 20
+_CLUSTERS = 1 << 10  # that run at once: as many as anybody asks for
 _MEMORY = 80 << 30
 
 
@@ -141,6 +142,7 @@ class PlannedGpu:
         *,
         signature: str,
         shared_bytes: int = 0,
+        cluster: int = 1,
         dependent: bool = True,
     ) -> _PlannedKernel:
         """Remember that `source` is needed."""
@@ -158,6 +160,9 @@ class PlannedGpu:
 class _PlannedKernel:
     def __init__(self, name: str, signature: str) -> None:
         self._arguments = Arguments(name, signature)
+
+    def max_clusters(self, block: int) -> int:
+        return _CLUSTERS
 
     def launch(self, stream: Any, grid: tuple[int, ...], block: int, *arguments: int | float) -> None:
         self._arguments.pack(arguments)

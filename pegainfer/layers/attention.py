@@ -13,6 +13,7 @@ from pegainfer.layers.parameters import BuildContext, Parameter
 from pegainfer.layers.rotary import RotaryEmbedding
 from pegainfer.layers.scratch import RowScratch
 from pegainfer.ops.attention import AttentionFacts, paged_attention
+from pegainfer.ops.gather import GatherRowsFacts, gather_rows
 from pegainfer.ops.op import bind
 from pegainfer.ops.rope import QkvRopeFacts, qkv_rope_write
 from pegainfer.runtime.arena import Arena
@@ -38,6 +39,9 @@ class AttentionInputs(Protocol):
 
     @property
     def block_tables(self) -> Tensor: ...
+
+    @property
+    def one_each(self) -> Tensor: ...
 
     @property
     def arena(self) -> Arena: ...
@@ -135,6 +139,10 @@ class SelfAttention:
             accumulate=True,
         )
         width = heads * head_dim
+        self._gather_queries, self._gather_residual = (
+            bind(gather_rows, GatherRowsFacts(size, context.act), context.device)
+            for size in (width, sizes.hidden_size)
+        )
         self._scratch = RowScratch(
             ((width + 2 * kv_heads * head_dim, context.act), (width, context.act), (width, context.act))
         )
@@ -145,28 +153,62 @@ class SelfAttention:
         """
         with inputs.arena.scope():
             qkv, queries, mixed = self._scratch.take(inputs.arena, residual.shape[0])
-            self._qkv(residual, qkv, normed=normed)
-            self._rope(
-                qkv=qkv,
-                positions=inputs.positions,
-                slot_mapping=inputs.slot_mapping,
-                cos_sin=self._rotary.cos_sin,
-                q_norm=self._q_norm.tensor if self._q_norm is not None else None,
-                k_norm=self._k_norm.tensor if self._k_norm is not None else None,
-                kv=kv.memory,
-                kv_block_stride=kv.block_stride,
-                out=queries,
-            )
-            self._attention(
-                q=queries,
-                kv=kv.memory,
-                kv_block_stride=kv.block_stride,
-                block_tables=inputs.block_tables,
-                query_start_loc=inputs.query_start_loc,
-                seq_lens=inputs.seq_lens,
-                out=mixed,
-            )
+            self._project(residual, normed, inputs, kv, qkv=qkv, queries=queries)
+            self._attend(queries, mixed, inputs, kv, query_start_loc=inputs.query_start_loc)
             self._output(mixed, residual)
+
+    def last_tokens(
+        self, residual: Tensor, normed: Tensor, inputs: AttentionInputs, kv: PagedKv, last_rows: Tensor
+    ) -> None:
+        """The same where only the last token of each request is wanted, row `last_rows[r]`: afterwards the
+        residual stream of request `r` is row `r` of `normed`, and `residual` is scratch. All keys and values
+        go to `kv`.
+        """
+        num_requests = last_rows.shape[0]
+        with inputs.arena.scope():
+            qkv, queries, mixed = self._scratch.take(inputs.arena, residual.shape[0])
+            self._project(residual, normed, inputs, kv, qkv=qkv, queries=queries)
+            stream, last, attended = (tensor.rows(num_requests) for tensor in (normed, mixed, queries))
+            self._gather_residual(x=residual, indices=last_rows, out=stream)
+            self._gather_queries(x=queries, indices=last_rows, out=last)
+            self._attend(last, attended, inputs, kv, query_start_loc=inputs.one_each)
+            self._output(attended, stream)
+
+    def _project(
+        self,
+        residual: Tensor,
+        normed: Tensor,
+        inputs: AttentionInputs,
+        kv: PagedKv,
+        *,
+        qkv: Tensor,
+        queries: Tensor,
+    ) -> None:
+        self._qkv(residual, qkv, normed=normed)
+        self._rope(
+            qkv=qkv,
+            positions=inputs.positions,
+            slot_mapping=inputs.slot_mapping,
+            cos_sin=self._rotary.cos_sin,
+            q_norm=self._q_norm.tensor if self._q_norm is not None else None,
+            k_norm=self._k_norm.tensor if self._k_norm is not None else None,
+            kv=kv.memory,
+            kv_block_stride=kv.block_stride,
+            out=queries,
+        )
+
+    def _attend(
+        self, queries: Tensor, out: Tensor, inputs: AttentionInputs, kv: PagedKv, *, query_start_loc: Tensor
+    ) -> None:
+        self._attention(
+            q=queries,
+            kv=kv.memory,
+            kv_block_stride=kv.block_stride,
+            block_tables=inputs.block_tables,
+            query_start_loc=query_start_loc,
+            seq_lens=inputs.seq_lens,
+            out=out,
+        )
 
     def arena_bytes(self, num_tokens: int) -> int:
         """Arena memory of a call."""

@@ -34,6 +34,9 @@ class ForwardBatch:
     Token `i` of request `r` (`query_start_loc[r] <= i < query_start_loc[r + 1]`) stands at position
     `positions[i]` and writes its key and value to slot `slot_mapping[i]` = block * block_size + offset; it
     sees the positions up to its own. `seq_lens[r]` counts the tokens of request `r` including this step's.
+
+    With `last_rows`, which lists the last token of each request (-1: a request without tokens), nobody asks
+    for the others' hidden states: what a layer does beyond keys and values may be left out for them.
     """
 
     token_ids: Tensor  # int32 [num_tokens]
@@ -44,6 +47,8 @@ class ForwardBatch:
     block_tables: Tensor  # int32 [num_requests, max_blocks]
     kv: tuple[LayerKv, ...]
     arena: Arena
+    one_each: Tensor  # int32 [num_requests + 1]: 0, 1, 2, ...; `query_start_loc` of one token a request
+    last_rows: Tensor | None = None  # int32 [num_requests]
 
     @property
     def num_tokens(self) -> int:
@@ -102,7 +107,9 @@ class Model(Protocol):
         ...
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """Hidden states before the final norm: activation dtype `[num_tokens, hidden_size]`."""
+        """Hidden states before the final norm: activation dtype `[num_tokens, hidden_size]`, or with
+        `batch.last_rows` `[num_requests, hidden_size]`.
+        """
         ...
 
     def compute_logits(self, hidden: Tensor, indices: Tensor, arena: Arena) -> Tensor:

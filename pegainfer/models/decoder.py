@@ -159,9 +159,18 @@ class Decoder:
         arena = batch.arena
         hidden, normed = self._stream.take(arena, batch.num_tokens)
         self._embedding(batch.token_ids, hidden)
-        for layer, kv in zip(self._layers, batch.kv, strict=True):
+        *others, last = zip(self._layers, batch.kv, strict=True)
+        for layer, kv in others:
             layer.attention(hidden, normed, batch, kv)
             layer.feed_forward(hidden, normed, arena)
+        layer, kv = last
+        if batch.last_rows is None:
+            layer.attention(hidden, normed, batch, kv)
+        else:
+            rows = batch.num_requests
+            layer.attention.last_tokens(hidden, normed, batch, kv, batch.last_rows)
+            hidden, normed = normed.rows(rows), hidden.rows(rows)
+        layer.feed_forward(hidden, normed, arena)
         return hidden
 
     def compute_logits(self, hidden: Tensor, indices: Tensor, arena: Arena) -> Tensor:

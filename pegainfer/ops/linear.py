@@ -163,6 +163,10 @@ def _cases(rng: np.random.Generator) -> Iterator[Case[LinearFacts]]:
             yield _case(rng, LinearFacts(columns, outputs, format, DType.float32), 5)
     yield _case(rng, LinearFacts(128, 300, WeightFormat.bf16, DType.bfloat16, out=DType.float32), 4)
     yield _case(rng, LinearFacts(128, 300, WeightFormat.bf16, DType.bfloat16, out=DType.float32), 40)
+    bf16 = WeightFormat.bf16  # more rows than a device has a special kernel for, and around
+    for rows, columns, outputs in ((17, 4096, 1280), (40, 2048, 1030), (64, 2568, 700), (65, 256, 384)):
+        for has_bias, accumulate in ((True, False), (False, True)):
+            yield _case(rng, LinearFacts(columns, outputs, bf16, DType.bfloat16, has_bias, accumulate), rows)
     for act in (DType.bfloat16, DType.float16):  # many blocks, whole and cut
         for rows, columns, outputs in ((3, 1024, 700), (16, 640, 2100), (50, 256, 384), (70, 384, 260)):
             for has_bias, accumulate in ((True, False), (False, True)):

@@ -20,7 +20,7 @@ from pegainfer.worker.staging import StagingBuffer
 
 __all__ = ["ModelRunner", "StepLimits", "StepResult"]
 
-_MAX_RECORDED_REQUESTS = 256
+_MAX_RECORDED_REQUESTS = 64
 _LEAST_PADDED_TOKENS, _MAX_PADDED_TOKENS = 16, 256
 """Steps of up to so many tokens are recorded whatever they consist of, where graphs are padded."""
 
@@ -36,13 +36,14 @@ class StepLimits:
 
     @property
     def staging_fields(self) -> dict[str, tuple[tuple[int, ...], DType]]:
-        """The arrays of a step, and the rows whose logits are wanted."""
+        """The arrays of a step, the requests' last rows, and the rows whose logits are wanted."""
         shapes: dict[str, tuple[int, ...]] = {
             "token_ids": (self.num_tokens,),
             "positions": (self.num_tokens,),
             "slot_mapping": (self.num_tokens,),
             "query_start_loc": (self.num_requests + 1,),
             "seq_lens": (self.num_requests,),
+            "last_rows": (self.num_requests,),
             "sampled_rows": (self.num_requests,),
             "scored_rows": (self.num_tokens,),
             "scored_tokens": (self.num_tokens,),
@@ -58,7 +59,9 @@ class StepLimits:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """A step's hidden states, and the logits of the requests that sample when they fit into one slice."""
+    """A step's hidden states, of all tokens or of each request's last one, and the logits of the requests
+    that sample when they fit into one slice.
+    """
 
     hidden: Tensor
     logits: Tensor | None
@@ -81,6 +84,7 @@ class ModelRunner:
         self._stream = device.stream
         self._storage = storage
         self._limits = limits
+        self._one_each = device.from_numpy(np.arange(limits.num_requests + 1, dtype=np.int32))
         self.staging = StagingBuffer(device, limits.staging_fields, copies=max_steps_in_flight)
         self._arena = Arena(device, model.forward_bytes(limits.num_tokens))
         # Logits have an arena of their own: a replayed forward does not tell where its arena was left.
@@ -89,28 +93,35 @@ class ModelRunner:
         # Where recording is cheap and rows are not, as on the CPU, each size has its own graph.
         self._pads = device.is_asynchronous
 
-    def forward(self, layout: StepLayout, feed: Callable[[Tensor], None]) -> StepResult:
-        """Run the step whose inputs are in the staging. `feed` enqueues the replacement of pending tokens."""
-        sampled = layout.sampled_positions
+    def forward(
+        self, layout: StepLayout, feed: Callable[[Tensor], None], *, needs_all: bool = False
+    ) -> StepResult:
+        """Run the step whose inputs are in the staging. `feed` enqueues the replacement of pending tokens.
+        With `needs_all` there are hidden states of all tokens, not only of each request's last one.
+        """
+        host, num_requests = self.staging.host, layout.num_requests
+        host["last_rows"][:num_requests] = layout.offsets[1:] - 1
+        sampled = layout.sampling if not needs_all else layout.sampled_positions
         num_sampled = len(sampled)
-        self.staging.host["sampled_rows"][:num_sampled] = sampled
+        host["sampled_rows"][:num_sampled] = sampled
         num_logits = num_sampled if num_sampled <= self._limits.num_logits else 0
-        used = (layout.num_tokens, layout.num_requests, num_logits)
-        key = self._graph_key(*used)
+        used = (layout.num_tokens, num_requests, num_logits)
+        key = None if needs_all else self._graph_key(*used)
         if key is not None:
             self._fill_up(used, key)
-        self.staging.upload(layout.num_requests)
+        self.staging.upload(num_requests)
         if layout.has_pending:
             feed(self.staging.tensors["token_ids"].rows(layout.num_tokens))
 
         if key is None or self._graphs is None:
-            return self._launch(used)
+            return self._launch(used, needs_all=needs_all)
         result = self._graphs.run(key, partial(self._launch, key))
         return StepResult(result.hidden, result.logits.rows(num_logits) if result.logits else None)
 
     def record(self) -> None:
         """Record decode steps of all sizes up to `_MAX_RECORDED_REQUESTS` in advance, where that takes time
-        that a request would wait for: where graphs are padded.
+        that a request would wait for: where graphs are padded. The others, rarer and each a few megabytes of
+        the library's kernels, are recorded when they come again.
         """
         if self._graphs is None or not self._pads:
             return
@@ -141,7 +152,7 @@ class ModelRunner:
         host["block_tables"][:num_requests] = 0
         host["scored_rows"][:num_tokens] = rows
         self.staging.upload(num_requests)
-        hidden = self._model.forward(self._batch(num_tokens, num_requests))
+        hidden = self._model.forward(self._batch(num_tokens, num_requests, needs_all=True))
         if num_tokens <= self._limits.num_logits:
             self._logits(hidden, "scored_rows", 0, num_tokens)
 
@@ -156,9 +167,10 @@ class ModelRunner:
         for start in range(0, num_rows, step):
             consume(self._logits(hidden, rows, start, min(start + step, num_rows)), start)
 
-    def _launch(self, key: GraphKey) -> StepResult:
+    def _launch(self, key: GraphKey, *, needs_all: bool = False) -> StepResult:
         num_tokens, num_requests, num_logits = key
-        hidden = self._model.forward(self._batch(num_tokens, num_requests))
+        is_decode = num_tokens == num_requests  # all tokens are last ones
+        hidden = self._model.forward(self._batch(num_tokens, num_requests, needs_all=needs_all or is_decode))
         return StepResult(hidden, self._logits(hidden, "sampled_rows", 0, num_logits) if num_logits else None)
 
     def _graph_key(self, num_tokens: int, num_requests: int, num_logits: int) -> GraphKey | None:
@@ -194,9 +206,10 @@ class ModelRunner:
         host["slot_mapping"][num_tokens:tokens] = -1
         host["query_start_loc"][num_requests + 1 : requests + 1] = num_tokens
         host["seq_lens"][num_requests:requests] = 0
+        host["last_rows"][num_requests:requests] = -1
         host["sampled_rows"][num_logits:logits] = -1
 
-    def _batch(self, num_tokens: int, num_requests: int) -> ForwardBatch:
+    def _batch(self, num_tokens: int, num_requests: int, *, needs_all: bool) -> ForwardBatch:
         self._arena.reset()
         tensors = self.staging.tensors
         return ForwardBatch(
@@ -208,6 +221,8 @@ class ModelRunner:
             block_tables=tensors["block_tables"].rows(num_requests),
             kv=self._storage.layers,
             arena=self._arena,
+            one_each=self._one_each.rows(num_requests + 1),
+            last_rows=None if needs_all else tensors["last_rows"].rows(num_requests),
         )
 
     def _logits(self, hidden: Tensor, rows: str, start: int, stop: int) -> Tensor:

@@ -27,6 +27,7 @@ from pegainfer.worker.base import WorkerInfo
 __all__ = ["SimulatedWorker", "build_simulated_worker"]
 
 _VOCAB_SIZE = 32_000
+_BLOCK_SIZE = 16
 _MAX_MODEL_LEN = 8192
 _STEP_TOKENS = 8192
 _STRIDE = 7  # between one token and the next
@@ -168,7 +169,8 @@ def build_simulated_worker(config: EngineConfig, *, vocab_size: int | None = Non
     max_model_len = _MAX_MODEL_LEN if asked is None or asked == -1 else asked
     if max_model_len < 1:
         raise ConfigError(f"--max-model-len must be at least 1, got {max_model_len}")
-    sequence = -(-max_model_len // cache.block_size)
+    block_size = cache.block_size or _BLOCK_SIZE
+    sequence = -(-max_model_len // block_size)
     num_blocks = cache.num_gpu_blocks_override or sequence * min(scheduler.max_num_seqs, 64)
     info = WorkerInfo(
         architecture="Simulated",
@@ -181,7 +183,7 @@ def build_simulated_worker(config: EngineConfig, *, vocab_size: int | None = Non
         decodable_vocab_size=vocab_size or _VOCAB_SIZE,
         max_model_len=max_model_len,
         max_num_batched_tokens=scheduler.max_num_batched_tokens or _STEP_TOKENS,
-        block_size=cache.block_size,
+        block_size=block_size,
         num_blocks=num_blocks,
         kv_cache_bytes=0,
         max_steps_in_flight=1 if scheduler.async_scheduling is False else 2,

@@ -143,9 +143,10 @@ class Worker:
 
     def _launch(self, plan: StepPlan) -> _InFlight:
         layout = self._batch.prepare(plan.scheduled, self._runner.staging)
-        result = self._runner.forward(layout, self._sampler.feed)
+        scores = any(row in self._prompt_logprobs for row in layout.rows.tolist())
+        result = self._runner.forward(layout, self._sampler.feed, needs_all=scores)
         sampled = self._sample(layout, result) if len(layout.sampling) else None
-        prompt = self._score_prompts(layout, result.hidden) if self._prompt_logprobs else None
+        prompt = self._score_prompts(layout, result.hidden) if scores else None
         done = self._device.download([]) if sampled is None and prompt is None else None
         return _InFlight(plan, layout, sampled, prompt, done)
 

@@ -85,6 +85,7 @@ def test_hopper_kernels_are_asked_for_on_hopper_alone() -> None:
     for arch in ARCHITECTURES:
         paths = {source.path for source in sources_of_model("Qwen3-4B", arch)}
         assert ("attention/prefill_sm90.cu" in paths) == (arch == MAIN)
+        assert ("linear/hopper_gemm.cu" in paths) == (arch == MAIN)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -1,4 +1,4 @@
-"""Dense products on a GPU: our own kernel for few rows, cuBLASLt above.
+"""Dense products on a GPU: our own kernels for few rows, cuBLASLt above.
 
 Weights are row-major in the activation type; quantised ones are expanded when they are packed, but for fp8
 ones of usual sizes (see `fp8`).
@@ -15,10 +15,12 @@ import numpy as np
 
 from pegainfer.kernels.cuda_source import cuda_device, type_define
 from pegainfer.kernels.linear.fp8 import Fp8Linear, Fp8NormLinear
+from pegainfer.kernels.linear.hopper import HopperGemm
 from pegainfer.kernels.linear.skinny import MAX_ROWS, SkinnyGemm
 from pegainfer.ops.linear import LinearFacts, linear
+from pegainfer.ops.norm import RmsNormFacts, rms_norm
 from pegainfer.ops.norm_linear import NormLinearFacts, norm_linear
-from pegainfer.ops.op import Launcher
+from pegainfer.ops.op import Launcher, bind
 from pegainfer.ops.raw_weight import RawWeight, require_parts
 from pegainfer.runtime.cuda.algorithms import Product
 from pegainfer.runtime.cuda.module import KernelSource
@@ -34,6 +36,9 @@ if TYPE_CHECKING:
 __all__ = ["CudaLinear", "device_rows"]
 
 _BIAS_THREADS = 256
+_BETTER_FUSED_ROWS = 8
+"""Up to so many rows the norm is better part of the product, though it is done in every block."""
+
 _FORMAT = {
     DType.float32: WeightFormat.f32,
     DType.bfloat16: WeightFormat.bf16,
@@ -76,6 +81,15 @@ class CudaLinear:
                 out=self._out,
                 accumulate=facts.accumulate,
             )
+        self._hopper: HopperGemm | None = None
+        if HopperGemm.serves(gpu, facts.act, facts.out_features, facts.in_features, self._out):
+            self._hopper = HopperGemm(
+                gpu,
+                facts.act,
+                n=facts.out_features,
+                k=facts.in_features,
+                accumulate=facts.accumulate,
+            )
         self._product = Product(facts.out_features, facts.in_features, facts.act, self._out, facts.accumulate)
         if facts.act is not DType.float32:
             gpu.products.add(self._product)
@@ -96,6 +110,9 @@ class CudaLinear:
         rows = x.shape[0]
         if self._skinny is not None and rows <= MAX_ROWS:
             self._skinny(x, weight, out, bias=bias)
+            return
+        if self._hopper is not None and rows <= self._hopper.max_rows:
+            self._hopper(x, weight, out, bias=bias)
             return
         key = (rows, x.strides[0], out.strides[0])
         plan = self._plans.get(key) or self._plan(x, weight, out)
@@ -134,25 +151,32 @@ def _bind(facts: LinearFacts, device: Device) -> Launcher | None:
 class CudaNormLinear:
     """The launcher of the op `norm_linear`, over the rows that `CudaLinear` packs."""
 
-    max_rows = MAX_ROWS
-
     def __init__(self, facts: NormLinearFacts, gpu: CudaDevice) -> None:
         self._eps = facts.eps
-        self._skinny = SkinnyGemm(
-            gpu,
-            facts.act,
-            n=facts.out_features,
-            k=facts.in_features,
-            norm=True,
-            gated=facts.gated,
-            out=facts.out or facts.act,
-        )
+        n, k, out = facts.out_features, facts.in_features, facts.out or facts.act
+        self._skinny = SkinnyGemm(gpu, facts.act, n=n, k=k, norm=True, gated=facts.gated, out=out)
+        self.max_rows = self._skinny_rows = MAX_ROWS
+        if not HopperGemm.serves(gpu, facts.act, n, k, out):
+            return
+        self._hopper = HopperGemm(gpu, facts.act, n=n, k=k, gated=facts.gated)
+        if self._hopper.max_rows:
+            self.max_rows, self._skinny_rows = self._hopper.max_rows, _BETTER_FUSED_ROWS
+            self._norm = bind(rms_norm, RmsNormFacts(k, facts.eps, facts.act), gpu)
+            nbytes = self.max_rows * k * facts.act.itemsize
+            memory = gpu.workspace("norm-linear-normed", nbytes)
+            self._normed = Tensor(memory.storage, facts.act, (self.max_rows, k))
 
     def __call__(
         self, *, x: Tensor, norm: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None
     ) -> None:
         """Enqueue the fused product of at most `max_rows` rows."""
-        self._skinny(x, weight, out, bias=bias, norm_weight=norm, eps=self._eps)
+        rows = x.shape[0]
+        if rows <= self._skinny_rows:
+            self._skinny(x, weight, out, bias=bias, norm_weight=norm, eps=self._eps)
+            return
+        normed = self._normed.rows(rows)
+        self._norm(x=x, weight=norm, out=normed)
+        self._hopper(normed, weight, out, bias=bias)
 
 
 @norm_linear.provider("cuda", DeviceKind.cuda)

@@ -33,6 +33,9 @@ _ARCHITECTURE_SPECIFIC = {(9, 0), (10, 0), (12, 0)}
 """Capabilities whose kernels use instructions of that one architecture (`sm_90a`: wgmma, setmaxnreg)."""
 
 
+_MAX_TENSOR_MAPS = 4096
+
+
 class DeviceStorage:
     """Device memory; freed when the last tensor that views it is gone."""
 
@@ -153,6 +156,7 @@ class CudaDevice:
         self._modules: dict[KernelSource, Any] = {}
         self._workspaces: dict[str, Tensor] = {}
         self._tensor_maps: dict[tuple[Any, ...], Any] = {}
+        self._old_tensor_maps = self._tensor_maps  # whose addresses somebody may have asked for just now
         self._landings = LandingPool(self)
         self._uploads: UploadRing | None = None
         self.products: set[Product] = set()
@@ -251,6 +255,7 @@ class CudaDevice:
         *,
         signature: str,
         shared_bytes: int = 0,
+        cluster: int = 1,
         dependent: bool = True,
     ) -> Kernel:
         """The function `name` of `source`, compiled (or taken from the cache) and loaded; see `Kernel`."""
@@ -262,16 +267,19 @@ class CudaDevice:
             name,
             signature=signature,
             shared_bytes=shared_bytes,
+            cluster=cluster,
             dependent=dependent and self.capability >= (9, 0),
         )
 
     def tensor_map(self, tensor: Tensor, dtype: DType, **layout: Sequence[int]) -> int:
         """The address of a tensor map over a tensor's memory (see `make_tensor_map`), made once for the same
-        sizes and kept.
+        sizes and kept for the next thousands.
         """
         key = (tensor.data_ptr, dtype, *map(tuple, layout.values()))
         found = self._tensor_maps.get(key)
         if found is None:
+            if len(self._tensor_maps) >= _MAX_TENSOR_MAPS:
+                self._old_tensor_maps, self._tensor_maps = self._tensor_maps, {}
             found = self._tensor_maps[key] = make_tensor_map(tensor.data_ptr, dtype, **layout)
         return int(found.getPtr())
 

@@ -17,7 +17,8 @@ CARVEOUT = 100  # per cent of the memory that is shared
 
 
 class Kernel:
-    """A function of a loaded module. `shared_bytes` is its dynamic shared memory, the same at every launch.
+    """A function of a loaded module. `shared_bytes` is its dynamic shared memory, the same at every launch;
+    so many neighbouring blocks as `cluster` says run together.
 
     With `dependent` the kernel may start before its predecessor on the stream has ended; it must execute
     `griddepcontrol.wait` before it touches anything that earlier work writes or reads.
@@ -30,6 +31,7 @@ class Kernel:
         *,
         signature: str,
         shared_bytes: int = 0,
+        cluster: int = 1,
         dependent: bool = True,
     ) -> None:
         self.name = name
@@ -43,17 +45,32 @@ class Kernel:
         check(cuda.cuFuncSetAttribute(self._function, carveout, CARVEOUT))
         self._arguments = Arguments(name, signature)
         self._pack, self._params = self._arguments.pack, self._arguments.address
+        self._cluster = cluster
         self._config = cuda.CUlaunchConfig()
         self._config.sharedMemBytes = shared_bytes
         self._config.gridDimZ = self._config.blockDimY = self._config.blockDimZ = 1
+        attributes = []
+        kinds = cuda.CUlaunchAttributeID
         if dependent:
             value = cuda.CUlaunchAttributeValue()
             value.programmaticStreamSerializationAllowed = 1
-            overlap = cuda.CUlaunchAttribute()
-            overlap.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            overlap.value = value
-            self._config.attrs = [overlap]
-            self._config.numAttrs = 1
+            kind = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attributes.append(_attribute(kind, value))
+        if cluster > 1:
+            value = cuda.CUlaunchAttributeValue()
+            value.clusterDim.x, value.clusterDim.y, value.clusterDim.z = cluster, 1, 1
+            attributes.append(_attribute(kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, value))
+        if attributes:
+            self._config.attrs = attributes
+            self._config.numAttrs = len(attributes)
+
+    def max_clusters(self, block: int) -> int:
+        """How many clusters can run at once, of blocks of so many threads. Multiprocessors that may form one
+        lie together, and how many lie together differs between GPUs of one kind.
+        """
+        self._config.gridDimX, self._config.gridDimY, self._config.gridDimZ = self._cluster, 1, 1
+        self._config.blockDimX = block
+        return int(check(cuda.cuOccupancyMaxActiveClusters(self._function, self._config)))
 
     def launch(self, stream: Any, grid: tuple[int, ...], block: int, *arguments: int | float) -> None:
         """Enqueue on `stream`: `grid` of up to three dimensions, `block` threads a block. Raises
@@ -69,3 +86,10 @@ class Kernel:
         status = cuda.cuLaunchKernelEx(config, self._function, self._params, 0)[0]
         if status != cuda.CUresult.CUDA_SUCCESS:
             check((status,))
+
+
+def _attribute(kind: Any, value: Any) -> Any:
+    attribute = cuda.CUlaunchAttribute()
+    attribute.id = kind
+    attribute.value = value
+    return attribute

@@ -1,4 +1,4 @@
-// Hopper's warpgroup products: shared-memory descriptors, barriers, copies of boxes, and the m64n128k16 product. sm_90a
+// Hopper's warpgroup products: shared-memory descriptors, barriers, copies of boxes, and the m64nNk16 products. sm_90a
 // only.
 // Operands in shared memory lie in rows of 128 bytes with the hardware's 128-byte swizzle: the 16-byte unit u of row r
 // stands at r * 128 + ((u ^ (r & 7)) * 16), from a base aligned to 1024 bytes.
@@ -62,6 +62,76 @@ __device__ __forceinline__ void product_registers(float (&c)[64], uint32_t a0, u
                : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(accumulate));
 }
 
+// Accumulators of products of other widths, 16 columns (8 registers) at a time, as text and as operands; %0 to %2 are the
+// descriptors and whether to accumulate.
+#define PEGA_R1 "%3,%4,%5,%6,%7,%8,%9,%10"
+#define PEGA_R2 PEGA_R1 ",%11,%12,%13,%14,%15,%16,%17,%18"
+#define PEGA_R3 PEGA_R2 ",%19,%20,%21,%22,%23,%24,%25,%26"
+#define PEGA_R4 PEGA_R3 ",%27,%28,%29,%30,%31,%32,%33,%34"
+#define PEGA_R5 PEGA_R4 ",%35,%36,%37,%38,%39,%40,%41,%42"
+#define PEGA_R6 PEGA_R5 ",%43,%44,%45,%46,%47,%48,%49,%50"
+#define PEGA_R7 PEGA_R6 ",%51,%52,%53,%54,%55,%56,%57,%58"
+#define PEGA_R8 PEGA_R7 ",%59,%60,%61,%62,%63,%64,%65,%66"
+#define PEGA_R9 PEGA_R8 ",%67,%68,%69,%70,%71,%72,%73,%74"
+#define PEGA_R10 PEGA_R9 ",%75,%76,%77,%78,%79,%80,%81,%82"
+#define PEGA_R11 PEGA_R10 ",%83,%84,%85,%86,%87,%88,%89,%90"
+#define PEGA_R12 PEGA_R11 ",%91,%92,%93,%94,%95,%96,%97,%98"
+#define PEGA_R13 PEGA_R12 ",%99,%100,%101,%102,%103,%104,%105,%106"
+#define PEGA_R14 PEGA_R13 ",%107,%108,%109,%110,%111,%112,%113,%114"
+#define PEGA_R15 PEGA_R14 ",%115,%116,%117,%118,%119,%120,%121,%122"
+#define PEGA_R16 PEGA_R15 ",%123,%124,%125,%126,%127,%128,%129,%130"
+#define PEGA_A1(c) PEGA_ACC8(c, 0)
+#define PEGA_A2(c) PEGA_A1(c), PEGA_ACC8(c, 8)
+#define PEGA_A3(c) PEGA_A2(c), PEGA_ACC8(c, 16)
+#define PEGA_A4(c) PEGA_A3(c), PEGA_ACC8(c, 24)
+#define PEGA_A5(c) PEGA_A4(c), PEGA_ACC8(c, 32)
+#define PEGA_A6(c) PEGA_A5(c), PEGA_ACC8(c, 40)
+#define PEGA_A7(c) PEGA_A6(c), PEGA_ACC8(c, 48)
+#define PEGA_A8(c) PEGA_A7(c), PEGA_ACC8(c, 56)
+#define PEGA_A9(c) PEGA_A8(c), PEGA_ACC8(c, 64)
+#define PEGA_A10(c) PEGA_A9(c), PEGA_ACC8(c, 72)
+#define PEGA_A11(c) PEGA_A10(c), PEGA_ACC8(c, 80)
+#define PEGA_A12(c) PEGA_A11(c), PEGA_ACC8(c, 88)
+#define PEGA_A13(c) PEGA_A12(c), PEGA_ACC8(c, 96)
+#define PEGA_A14(c) PEGA_A13(c), PEGA_ACC8(c, 104)
+#define PEGA_A15(c) PEGA_A14(c), PEGA_ACC8(c, 112)
+#define PEGA_A16(c) PEGA_A15(c), PEGA_ACC8(c, 120)
+#if defined(ACT_F16)
+#define PEGA_TYPES "f32.f16.f16 "
+#else
+#define PEGA_TYPES "f32.bf16.bf16 "
+#endif
+
+// c[64, WIDTH] (+)= a[64, 16] b[WIDTH, 16]^T, both in shared memory with the reduced dimension contiguous.
+template <int WIDTH>
+__device__ __forceinline__ void product_of_width(float (&c)[WIDTH / 2], uint64_t a, uint64_t b, int accumulate);
+
+#define PEGA_PRODUCT(STEPS, WIDTH)                                                                                    \
+  template <>                                                                                                         \
+  __device__ __forceinline__ void product_of_width<WIDTH>(float(&c)[WIDTH / 2], uint64_t a, uint64_t b,               \
+                                                          int accumulate) {                                           \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\nwgmma.mma_async.sync.aligned.m64n" #WIDTH "k16." PEGA_TYPES \
+                 "{" PEGA_R##STEPS "}, %0, %1, p, 1, 1, 0, 0;\n}"                                                     \
+                 : "+l"(a), "+l"(b), "+r"(accumulate), PEGA_A##STEPS(c));                                              \
+  }
+PEGA_PRODUCT(1, 16)
+PEGA_PRODUCT(2, 32)
+PEGA_PRODUCT(3, 48)
+PEGA_PRODUCT(4, 64)
+PEGA_PRODUCT(5, 80)
+PEGA_PRODUCT(6, 96)
+PEGA_PRODUCT(7, 112)
+PEGA_PRODUCT(8, 128)
+PEGA_PRODUCT(9, 144)
+PEGA_PRODUCT(10, 160)
+PEGA_PRODUCT(11, 176)
+PEGA_PRODUCT(12, 192)
+PEGA_PRODUCT(13, 208)
+PEGA_PRODUCT(14, 224)
+PEGA_PRODUCT(15, 240)
+PEGA_PRODUCT(16, 256)
+#undef PEGA_PRODUCT
+
 // Barriers in shared memory that count arrivals; a phase ends when all have arrived.
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
@@ -91,6 +161,24 @@ __device__ __forceinline__ void copy_box(uint32_t target, const TensorMap& map, 
       : "memory");
 }
 
+// The same for a matrix.
+__device__ __forceinline__ void copy_rows(uint32_t target, const TensorMap& map, int column, int row, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
+          target),
+      "l"(&map), "r"(barrier), "r"(column), "r"(row)
+      : "memory");
+}
+
+__device__ __forceinline__ void copy_rows(uint32_t target, const TensorMap& map, int column, int row, uint32_t barrier,
+                                          uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4}], "
+      "[%2], %5;" ::"r"(target),
+      "l"(&map), "r"(barrier), "r"(column), "r"(row), "l"(policy)
+      : "memory");
+}
+
 // Wait until the phase with this parity has ended.
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity) {
   int done = 0;
@@ -100,6 +188,30 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity) {
                  : "r"(barrier), "r"(parity)
                  : "memory");
   }
+}
+
+// Blocks of a cluster: this one's number, a barrier for all threads of all, and shared memory of any of them.
+__device__ __forceinline__ int cluster_rank() {
+  int rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+__device__ __forceinline__ void cluster_meet() {
+  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ uint32_t address_in(uint32_t address, int rank) {
+  uint32_t there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
+}
+
+__device__ __forceinline__ void add_shared(float2& sum, uint32_t address) {
+  float2 v;
+  asm volatile("ld.shared::cluster.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+  sum.x += v.x;
+  sum.y += v.y;
 }
 
 // Make shared memory that this thread wrote visible to the tensor cores.
