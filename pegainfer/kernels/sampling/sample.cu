@@ -17,6 +17,8 @@ constexpr float BINS_A_NAT = 64.f;
 constexpr float GREEDY = 1e-5f;
 constexpr float FIXED_POINT = 17592186044416.f;  // 2^44: the sum over any vocabulary fits 64 bits
 constexpr int MAX_TOP = 256;
+constexpr int CANDIDATES = THREADS;
+constexpr int FEW = 1024;  // items that one warp looks through
 
 struct RowScan {      // one share of a row
   uint64_t best;      // key of the largest decodable logit
@@ -111,17 +113,49 @@ struct Shared {
   uint64_t words[WARPS];
   double doubles[WARPS];
   uint64_t top[MAX_TOP];
-  uint64_t threshold, before;
+  uint64_t keys[CANDIDATES], weights[CANDIDATES];
+  uint64_t before, selected;
   int count, finished;
 };
 
-// The key of the item at which the cumulative weight of items, best first, reaches `target` (>= 1). `weight(i, v)` is
-// an item's weight, 0 if it is not in the set; `largest` bounds the values of the set; the total must be >= target.
-template <typename Weight>
-__device__ uint64_t select(Shared& s, const float* row, int n, float largest, float sharpness, uint64_t target,
-                           Weight weight) {
-  // First by coarse bins of the value, whose population is even; then by the key's own digits inside one bin.
+// `f(i, row[i])` for `first` (a multiple of 4) up to `last`, by `threads` threads.
+template <typename F>
+__device__ __forceinline__ void each_item(const float* row, int first, int last, int thread, int threads, F f) {
+  const int whole = ((uint64_t)row & 15) == 0 ? max(last & ~3, first) : first;
+#pragma unroll 2
+  for (int i = first + 4 * thread; i < whole; i += 4 * threads) {
+    const float4 v = *reinterpret_cast<const float4*>(row + i);
+    f(i, v.x);
+    f(i + 1, v.y);
+    f(i + 2, v.z);
+    f(i + 3, v.w);
+  }
+#pragma unroll 1
+  for (int i = whole + thread; i < last; i += threads) f(i, row[i]);
+}
+
+// The key of the item at which the cumulative weight of items, best first, reaches `target_of(total)`; 0 if that is 0.
+// `weight(i, v)` is an item's weight, 0 if it is not in the set; `largest` bounds the values of the set.
+template <typename Weight, typename Target>
+__device__ uint64_t select(Shared& s, const float* row, int n, float largest, float sharpness, Weight weight,
+                           Target target_of) {
+  // First by coarse bins of the value, whose population is even.
   auto bin_of = [&](float v) { return (int)fminf((largest - v) * sharpness * BINS_A_NAT, (float)(BINS - 1)); };
+  auto clear = [&] {
+    __syncthreads();
+    for (int i = threadIdx.x; i < BINS; i += THREADS) s.bins[i] = 0;
+    __syncthreads();
+  };
+  clear();
+  each_item(row, 0, n, threadIdx.x, THREADS, [&](int i, float v) {
+    const uint64_t w = weight(i, v);
+    if (w) atomicAdd(&s.bins[bin_of(v)], (unsigned long long)w);
+  });
+  __syncthreads();
+  uint64_t total = 0;
+  for (int i = threadIdx.x; i < BINS; i += THREADS) total += s.bins[i];
+  const uint64_t target = target_of(block_reduce(total, s.words, Sum()));
+  if (target == 0) return 0;
   auto crossing = [&](int bins, uint64_t before, bool descending) {  // -> bin; s.before: weight before it
     __syncthreads();
     if (threadIdx.x < 32) {
@@ -152,27 +186,46 @@ __device__ uint64_t select(Shared& s, const float* row, int n, float largest, fl
     __syncthreads();
     return s.count;
   };
-  auto clear = [&] {
-    __syncthreads();
-    for (int i = threadIdx.x; i < BINS; i += THREADS) s.bins[i] = 0;
-    __syncthreads();
-  };
-  clear();
-  for (int i = threadIdx.x; i < n; i += THREADS) {
-    const uint64_t w = weight(i, row[i]);
-    if (w) atomicAdd(&s.bins[bin_of(row[i])], (unsigned long long)w);
-  }
   const int coarse = crossing(BINS, 0, false);
-  uint64_t before = s.before, prefix = 0, mask = 0;
+  uint64_t before = s.before;
+
+  // The items of that bin, which are rarely more than fit: each finds what is before it.
+  __syncthreads();
+  if (threadIdx.x == 0) s.count = 0;
+  __syncthreads();
+  each_item(row, 0, n, threadIdx.x, THREADS, [&](int i, float v) {
+    if (bin_of(v) != coarse) return;
+    const uint64_t w = weight(i, v);
+    if (w == 0) return;
+    const int at = atomicAdd(&s.count, 1);
+    if (at < CANDIDATES) {
+      s.keys[at] = item_key(v, i);
+      s.weights[at] = w;
+    }
+  });
+  __syncthreads();
+  const int count = s.count;
+  if (count <= CANDIDATES) {
+    if (threadIdx.x < count) {
+      const uint64_t mine = s.keys[threadIdx.x];
+      uint64_t sum = before;  // of better items
+      for (int i = 0; i < count; ++i) sum += s.keys[i] > mine ? s.weights[i] : 0;
+      if (sum < target && sum + s.weights[threadIdx.x] >= target) s.selected = mine;
+    }
+    __syncthreads();
+    return s.selected;
+  }
+
+  // Too many: by the key's own digits inside the bin.
+  uint64_t prefix = 0, mask = 0;
   for (int shift = 53; shift > -11; shift -= 11) {
     const int low = max(shift, 0);
     clear();
-    for (int i = threadIdx.x; i < n; i += THREADS) {
-      const uint64_t w = weight(i, row[i]);
-      if (w == 0 || bin_of(row[i]) != coarse) continue;
-      const uint64_t key = item_key(row[i], i);
-      if ((key & mask) == prefix) atomicAdd(&s.bins[(key >> low) & (BINS - 1)], (unsigned long long)w);
-    }
+    each_item(row, 0, n, threadIdx.x, THREADS, [&](int i, float v) {
+      if (bin_of(v) != coarse) return;
+      const uint64_t key = item_key(v, i);
+      if ((key & mask) == prefix) atomicAdd(&s.bins[(key >> low) & (BINS - 1)], (unsigned long long)weight(i, v));
+    });
     const uint64_t digit = crossing(BINS, before, true);
     before = s.before;
     prefix = (prefix & ~((uint64_t)(BINS - 1) << low)) | digit << low;
@@ -181,10 +234,10 @@ __device__ uint64_t select(Shared& s, const float* row, int n, float largest, fl
   }
   // The worst of them, not merely their prefix: other bins hold worse items that share it.
   uint64_t least = ~(uint64_t)0;
-  for (int i = threadIdx.x; i < n; i += THREADS) {
-    const uint64_t key = item_key(row[i], i);
-    if ((key & mask) == prefix && bin_of(row[i]) == coarse && weight(i, row[i]) != 0) least = min(least, key);
-  }
+  each_item(row, 0, n, threadIdx.x, THREADS, [&](int i, float v) {
+    const uint64_t key = item_key(v, i);
+    if ((key & mask) == prefix && bin_of(v) == coarse && weight(i, v) != 0) least = min(least, key);
+  });
   return block_reduce(least, s.words, Minimum());
 }
 
@@ -232,7 +285,7 @@ __device__ void score(Shared& s, const float* row, int vocab, const RowTotals& t
   const double normalizer = (double)total.maximum + log(total.sum);
   const uint64_t mine = item_key(row[target], target);
   uint64_t better = 0;
-  for (int i = threadIdx.x; i < vocab; i += THREADS) better += item_key(row[i], i) > mine;
+  each_item(row, 0, vocab, threadIdx.x, THREADS, [&](int i, float v) { better += item_key(v, i) > mine; });
   better = block_reduce(better, s.words, Sum());
   if (threadIdx.x == 0) {
     *logprob = (float)(row[target] - normalizer);
@@ -240,14 +293,16 @@ __device__ void score(Shared& s, const float* row, int vocab, const RowTotals& t
   }
   num_top = min(num_top, min(vocab, MAX_TOP));
   if (num_top == 0) return;
-  const uint64_t least =
-      select(s, row, vocab, total.maximum, 1.f, num_top, [](int, float) -> uint64_t { return 1; });
+  const uint64_t least = select(
+      s, row, vocab, total.maximum, 1.f, [](int, float) -> uint64_t { return 1; },
+      [&](uint64_t) -> uint64_t { return num_top; });
+  __syncthreads();
   if (threadIdx.x == 0) s.count = 0;
   __syncthreads();
-  for (int i = threadIdx.x; i < vocab; i += THREADS) {
-    const uint64_t key = item_key(row[i], i);
+  each_item(row, 0, vocab, threadIdx.x, THREADS, [&](int i, float v) {
+    const uint64_t key = item_key(v, i);
     if (key >= least) s.top[atomicAdd(&s.count, 1)] = key;
-  }
+  });
   __syncthreads();
   for (int i = threadIdx.x; i < num_top; i += THREADS) {
     int place = 0;
@@ -328,9 +383,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   uint64_t best = total.best;
   if (entries > 0 || allowed != nullptr) {
     best = 0;
-    for (int i = threadIdx.x; i < decodable; i += THREADS) {
-      if (may(i)) best = max(best, item_key(row[i], i));
-    }
+    each_item(row, 0, decodable, threadIdx.x, THREADS, [&](int i, float v) {
+      if (may(i)) best = max(best, item_key(v, i));
+    });
     best = block_reduce(best, s.words, Maximum());
   }
   int token = best != 0 ? key_id(best) : -1;
@@ -346,36 +401,40 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     auto weight = [&](int i, float v) -> uint64_t {
       return kept(i, v) ? (uint64_t)(expf(scaled(v)) * FIXED_POINT) : 0;
     };
-    auto sum_of = [&](auto measure) {
-      uint64_t sum = 0;
-      for (int i = threadIdx.x; i < decodable; i += THREADS) sum += measure(i, row[i]);
-      return block_reduce(sum, s.words, Sum());
-    };
     const float sharpness = 1.f / temperature;
     if (top_k > 0 && top_k < decodable) {
-      auto one = [&](int i, float v) -> uint64_t { return kept(i, v); };
-      if (sum_of(one) > (uint64_t)top_k) least = select(s, row, decodable, largest, sharpness, top_k, one);
+      least = select(
+          s, row, decodable, largest, sharpness, [&](int i, float v) -> uint64_t { return kept(i, v); },
+          [&](uint64_t count) -> uint64_t { return count > (uint64_t)top_k ? top_k : 0; });
     }
     if (top_p < 1.f) {
-      const double wanted = ceil((double)top_p * (double)sum_of(weight));
-      least = max(least, select(s, row, decodable, largest, sharpness, (uint64_t)fmax(wanted, 1.), weight));
+      least = max(least, select(s, row, decodable, largest, sharpness, weight, [&](uint64_t sum) {
+                    return (uint64_t)fmax(ceil((double)top_p * (double)sum), 1.);
+                  }));
     }
-    // Each warp sums a contiguous share of the ids; the one that holds the draw finds it.
-    const int first = (int64_t)warp * decodable / WARPS, last = (int64_t)(warp + 1) * decodable / WARPS;
-    uint64_t mine = 0;
-    for (int i = first + lane; i < last; i += 32) mine += weight(i, row[i]);
-    for (int offset = 16; offset > 0; offset >>= 1) mine += shuffle_xor(mine, offset);
-    __syncthreads();
-    if (lane == 0) s.words[warp] = mine;
-    __syncthreads();
-    uint64_t all = 0, before = 0;
-    for (int w = 0; w < WARPS; ++w) {
-      all += s.words[w];
-      if (w < warp) before += s.words[w];
+    // Each warp sums a contiguous share of the ids; the one that holds the draw is shared again, until few are left.
+    int first = 0, last = decodable;
+    uint64_t before = 0, draw = 0;
+    for (bool is_whole = true; is_whole || last - first > FEW; is_whole = false) {
+      const int share = ((last - first + WARPS - 1) / WARPS + 3) & ~3;
+      uint64_t mine = 0;
+      each_item(row, first + warp * share, min(first + (warp + 1) * share, last), lane, 32,
+                [&](int i, float v) { mine += weight(i, v); });
+      for (int offset = 16; offset > 0; offset >>= 1) mine += shuffle_xor(mine, offset);
+      __syncthreads();
+      if (lane == 0) s.words[warp] = mine;
+      __syncthreads();
+      if (is_whole) {
+        uint64_t all = 0;
+        for (int w = 0; w < WARPS; ++w) all += s.words[w];
+        draw = min((uint64_t)(uniform(seeds[r], (uint64_t)counters[r]) * (double)all), all - 1);
+      }
+      int owner = 0;
+      while (owner < WARPS - 1 && draw >= before + s.words[owner]) before += s.words[owner++];
+      first += owner * share;
+      last = min(first + share, last);
     }
-    const uint64_t draw = (uint64_t)(uniform(seeds[r], (uint64_t)counters[r]) * (double)all);
-    if (before <= draw && draw < before + mine) {
-      uint64_t sum = before;
+    if (warp == 0) {
       for (int base = first; base < last; base += 32) {
         const int i = base + lane;
         uint64_t up_to = i < last ? weight(i, row[i]) : 0;
@@ -383,12 +442,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
           const uint64_t other = __shfl_up_sync(0xffffffffu, (unsigned long long)up_to, offset);
           if (lane >= offset) up_to += other;
         }
-        const unsigned reached = __ballot_sync(0xffffffffu, sum + up_to > draw);
+        const unsigned reached = __ballot_sync(0xffffffffu, before + up_to > draw);
         if (reached) {
           if (lane == 0) s.finished = base + __ffs(reached) - 1;
           break;
         }
-        sum += __shfl_sync(0xffffffffu, (unsigned long long)up_to, 31);
+        before += __shfl_sync(0xffffffffu, (unsigned long long)up_to, 31);
       }
     }
     __syncthreads();
