@@ -171,6 +171,45 @@ def test_more_requests_than_one_slice_of_logits(monkeypatch: pytest.MonkeyPatch)
     worker.close()
 
 
+@pytest.mark.parametrize("config", [CONFIG, MOE_CONFIG], ids=["dense", "experts"])
+def test_the_last_layer_computes_only_what_is_asked_for(
+    config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hidden states of other tokens than the last of a request matter to scored prompts alone."""
+    worker = make_worker(MemoryCheckpoint(config, random_weights(config, 5)))
+    layer: Any = worker._runner._model._layers[-1]  # type: ignore[attr-defined]
+    rows: list[int] = []
+
+    def watch(layer_type: type, name: str) -> None:
+        original = getattr(layer_type, name)
+
+        def counted(self: Any, residual: Any, *rest: Any) -> None:
+            if self is layer.feed_forward:
+                rows.append(residual.shape[0])
+            original(self, residual, *rest)
+
+        monkeypatch.setattr(layer_type, name, counted)
+
+    watch(type(layer.feed_forward), "__call__")
+    prompts = {"long": prompt(51, 40), "short": prompt(52, 5), "unfinished": prompt(53, 30)}
+    steps = [{"long": 40, "short": 3, "unfinished": 7}, {"long": 1, "short": 2, "unfinished": 9}]
+    answers = []
+    for scored in (False, True):
+        driver = Driver(worker)
+        params = SamplingParams(temperature=0.0, logprobs=5, prompt_logprobs=0 if scored else None)
+        for name, tokens in prompts.items():
+            driver.add(name, tokens, params)
+        outputs = [driver.step(counts) for counts in steps]
+        answers.append([(o.token_id, o.logprobs) for output in outputs for o in output.values()])
+        for name in prompts:
+            driver.release(name)
+        driver.step({})
+    assert answers[0] == answers[1]
+    assert [token is not None for token, _ in answers[0]] == [True, False, False, True, True, False]
+    assert rows[-4:] == [3, 3, 50, 12]
+    worker.close()
+
+
 def test_prompt_logprobs_are_those_of_the_oracle() -> None:
     source = checkpoint(format=WeightFormat.f32)
     worker = make_worker(source, dtype="float32")

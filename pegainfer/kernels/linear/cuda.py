@@ -29,7 +29,6 @@ from pegainfer.runtime.dtypes import DType, WeightFormat
 from pegainfer.runtime.tensor import Tensor
 
 if TYPE_CHECKING:
-    from pegainfer.runtime.cuda.cublaslt import MatmulPlan
     from pegainfer.runtime.cuda.device import CudaDevice
     from pegainfer.runtime.cuda.launch import Kernel
 
@@ -65,7 +64,6 @@ class CudaLinear:
     def __init__(self, facts: LinearFacts, gpu: CudaDevice) -> None:
         self._facts = facts
         self._gpu = gpu
-        self._plans: dict[tuple[int, int, int], MatmulPlan] = {}
         self._skinny: SkinnyGemm | None = None
         self._out = facts.out or facts.act
         self._bias_kernel: Kernel | None = None
@@ -114,23 +112,17 @@ class CudaLinear:
         if self._hopper is not None and rows <= self._hopper.max_rows:
             self._hopper(x, weight, out, bias=bias)
             return
-        key = (rows, x.strides[0], out.strides[0])
-        plan = self._plans.get(key) or self._plan(x, weight, out)
-        plan.run(x.data_ptr, weight.data_ptr, out.data_ptr)
+        lt, addresses = self._gpu.cublaslt, (x.data_ptr, weight.data_ptr, out.data_ptr)
+        plan = lt.plan(self._product, rows, x_stride=x.strides[0], out_stride=out.strides[0])
+        if lt.algorithms.is_wanted(self._product, rows):
+            lt.measure(plan, *addresses)
+        plan.run(*addresses)
         if bias is not None:
             self._add_bias(bias, out)
 
     def is_to_be_measured(self, rows: int) -> bool:
         """Whether the library's algorithms for so many rows are to be compared at the next call."""
         return self._gpu.cublaslt.algorithms.is_wanted(self._product, rows)
-
-    def _plan(self, x: Tensor, weight: Tensor, out: Tensor) -> MatmulPlan:
-        lt, rows, strides = self._gpu.cublaslt, x.shape[0], (x.strides[0], out.strides[0])
-        plan = lt.plan(self._product, rows, x_stride=strides[0], out_stride=strides[1])
-        if lt.algorithms.is_wanted(self._product, rows):
-            lt.measure(plan, x.data_ptr, weight.data_ptr, out.data_ptr)
-        self._plans[rows, *strides] = plan
-        return plan
 
     def _add_bias(self, bias: Tensor, out: Tensor) -> None:
         assert self._bias_kernel is not None, "a linear that was bound without a bias was given one"

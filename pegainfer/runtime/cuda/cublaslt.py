@@ -15,11 +15,13 @@ from pegainfer.runtime.cuda.algorithms import AlgorithmTable, Product
 from pegainfer.runtime.cuda.cold_timer import ColdTimer
 from pegainfer.runtime.cuda.driver import allocate, check, cuda
 from pegainfer.runtime.dtypes import DType
+from pegainfer.runtime.recent import Recent
 
 __all__ = ["CublasLt", "MatmulPlan"]
 
 WORKSPACE_BYTES = 64 << 20
 _CANDIDATES = 16
+_MAX_PLANS = 1024  # of some kilobytes; prompts come in thousands of lengths
 
 _COMPUTE_32F = 68
 _DATA_TYPE = {DType.float32: 0, DType.float16: 2, DType.bfloat16: 14}
@@ -151,7 +153,7 @@ class CublasLt:
         self.handle = c_void_p()
         self.call("cublasLtCreate", byref(self.handle))
         self.algorithms = AlgorithmTable(gpu, self._library.cublasLtGetVersion())
-        self._plans: dict[tuple[Product, int, int, int], MatmulPlan] = {}
+        self._plans: Recent[tuple[Product, int, int, int], MatmulPlan] = Recent(_MAX_PLANS)
         self._workspace = c_void_p(allocate(WORKSPACE_BYTES))
 
     def try_call(self, name: str, *arguments: Any) -> int:
@@ -203,14 +205,15 @@ class CublasLt:
         """A plan for these sizes, shared by all layers that have them, with the algorithm that was measured
         for them if one was.
         """
-        key = (product, m, x_stride, out_stride)
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._plans[key] = MatmulPlan(self, product, m, x_stride=x_stride, out_stride=out_stride)
+
+        def make() -> MatmulPlan:
+            plan = MatmulPlan(self, product, m, x_stride=x_stride, out_stride=out_stride)
             known = self.algorithms.find(product, m)
             if known is not None:
                 plan.choose(known)
-        return plan
+            return plan
+
+        return self._plans.get((product, m, x_stride, out_stride), make)
 
     def measure(self, plan: MatmulPlan, x: int, weight: int, out: int) -> None:
         """Time the library's candidates for a plan on these matrices, none of them in the L2 cache, and keep

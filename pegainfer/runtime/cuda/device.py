@@ -21,6 +21,7 @@ from pegainfer.runtime.cuda.tensor_map import make_tensor_map
 from pegainfer.runtime.cuda.upload import UploadRing
 from pegainfer.runtime.device import DeviceKind, MemoryInfo
 from pegainfer.runtime.dtypes import DType
+from pegainfer.runtime.recent import Recent
 from pegainfer.runtime.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -155,8 +156,7 @@ class CudaDevice:
         self.cubins = CubinLoader(self.arch)
         self._modules: dict[KernelSource, Any] = {}
         self._workspaces: dict[str, Tensor] = {}
-        self._tensor_maps: dict[tuple[Any, ...], Any] = {}
-        self._old_tensor_maps = self._tensor_maps  # whose addresses somebody may have asked for just now
+        self._tensor_maps: Recent[tuple[Any, ...], Any] = Recent(_MAX_TENSOR_MAPS)
         self._landings = LandingPool(self)
         self._uploads: UploadRing | None = None
         self.products: set[Product] = set()
@@ -276,11 +276,7 @@ class CudaDevice:
         sizes and kept for the next thousands.
         """
         key = (tensor.data_ptr, dtype, *map(tuple, layout.values()))
-        found = self._tensor_maps.get(key)
-        if found is None:
-            if len(self._tensor_maps) >= _MAX_TENSOR_MAPS:
-                self._old_tensor_maps, self._tensor_maps = self._tensor_maps, {}
-            found = self._tensor_maps[key] = make_tensor_map(tensor.data_ptr, dtype, **layout)
+        found = self._tensor_maps.get(key, lambda: make_tensor_map(tensor.data_ptr, dtype, **layout))
         return int(found.getPtr())
 
     def workspace(self, name: str, nbytes: int) -> Tensor:
