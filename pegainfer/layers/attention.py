@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from pegainfer.kvcache.spec import FullAttention
 from pegainfer.layers.linear import Linear, Piece
@@ -13,8 +13,9 @@ from pegainfer.layers.parameters import BuildContext, Parameter
 from pegainfer.layers.rotary import RotaryEmbedding
 from pegainfer.layers.scratch import RowScratch
 from pegainfer.ops.attention import AttentionFacts, paged_attention
+from pegainfer.ops.decode_attention import DecodeAttentionFacts, decode_attention
 from pegainfer.ops.gather import GatherRowsFacts, gather_rows
-from pegainfer.ops.op import bind
+from pegainfer.ops.op import bind, bind_fused
 from pegainfer.ops.rope import QkvRopeFacts, qkv_rope_write
 from pegainfer.runtime.arena import Arena
 from pegainfer.runtime.tensor import Tensor
@@ -103,33 +104,30 @@ class SelfAttention:
         if sizes.qk_norm_eps is not None:
             self._q_norm = context.table.vector([f"{name}.q_norm.weight"], [head_dim])
             self._k_norm = context.table.vector([f"{name}.k_norm.weight"], [head_dim])
-        self._rope = bind(
-            qkv_rope_write,
-            QkvRopeFacts(
-                num_heads=heads,
-                num_kv_heads=kv_heads,
-                head_dim=head_dim,
-                rotary_dim=rotary.rotary_dim,
-                qk_norm=sizes.qk_norm_eps is not None,
-                eps=sizes.qk_norm_eps or 0.0,
-                act=context.act,
-                kv_dtype=context.kv_dtype,
-                block_size=context.block_size,
-            ),
-            context.device,
+        rope_facts = QkvRopeFacts(
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            rotary_dim=rotary.rotary_dim,
+            qk_norm=sizes.qk_norm_eps is not None,
+            eps=sizes.qk_norm_eps or 0.0,
+            act=context.act,
+            kv_dtype=context.kv_dtype,
+            block_size=context.block_size,
         )
-        self._attention = bind(
-            paged_attention,
-            AttentionFacts(
-                num_heads=heads,
-                num_kv_heads=kv_heads,
-                head_dim=head_dim,
-                scale=head_dim**-0.5,
-                act=context.act,
-                kv_dtype=context.kv_dtype,
-                block_size=context.block_size,
-            ),
-            context.device,
+        facts = AttentionFacts(
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            scale=head_dim**-0.5,
+            act=context.act,
+            kv_dtype=context.kv_dtype,
+            block_size=context.block_size,
+        )
+        self._rope = bind(qkv_rope_write, rope_facts, context.device)
+        self._attention = bind(paged_attention, facts, context.device)
+        self._decode: Any = bind_fused(
+            decode_attention, DecodeAttentionFacts(rope_facts, facts), context.device
         )
         self._output = Linear(
             context,
@@ -151,10 +149,21 @@ class SelfAttention:
         """`residual` and, as scratch, `normed` are `[T, hidden_size]`; this step's keys and values go to `kv`
         first.
         """
+        rows = residual.shape[0]
         with inputs.arena.scope():
-            qkv, queries, mixed = self._scratch.take(inputs.arena, residual.shape[0])
-            self._project(residual, normed, inputs, kv, qkv=qkv, queries=queries)
-            self._attend(queries, mixed, inputs, kv, query_start_loc=inputs.query_start_loc)
+            qkv, queries, mixed = self._scratch.take(inputs.arena, rows)
+            self._qkv(residual, qkv, normed=normed)
+            is_decode = rows == inputs.seq_lens.shape[0]
+            if self._decode is not None and is_decode and rows <= self._decode.max_requests:
+                self._decode(
+                    **self._rope_arguments(qkv, inputs, kv),
+                    block_tables=inputs.block_tables,
+                    seq_lens=inputs.seq_lens,
+                    out=mixed,
+                )
+            else:
+                self._rope(**self._rope_arguments(qkv, inputs, kv), out=queries)
+                self._attend(queries, mixed, inputs, kv, query_start_loc=inputs.query_start_loc)
             self._output(mixed, residual)
 
     def last_tokens(
@@ -167,35 +176,25 @@ class SelfAttention:
         num_requests = last_rows.shape[0]
         with inputs.arena.scope():
             qkv, queries, mixed = self._scratch.take(inputs.arena, residual.shape[0])
-            self._project(residual, normed, inputs, kv, qkv=qkv, queries=queries)
+            self._qkv(residual, qkv, normed=normed)
+            self._rope(**self._rope_arguments(qkv, inputs, kv), out=queries)
             stream, last, attended = (tensor.rows(num_requests) for tensor in (normed, mixed, queries))
             self._gather_residual(x=residual, indices=last_rows, out=stream)
             self._gather_queries(x=queries, indices=last_rows, out=last)
             self._attend(last, attended, inputs, kv, query_start_loc=inputs.one_each)
             self._output(attended, stream)
 
-    def _project(
-        self,
-        residual: Tensor,
-        normed: Tensor,
-        inputs: AttentionInputs,
-        kv: PagedKv,
-        *,
-        qkv: Tensor,
-        queries: Tensor,
-    ) -> None:
-        self._qkv(residual, qkv, normed=normed)
-        self._rope(
-            qkv=qkv,
-            positions=inputs.positions,
-            slot_mapping=inputs.slot_mapping,
-            cos_sin=self._rotary.cos_sin,
-            q_norm=self._q_norm.tensor if self._q_norm is not None else None,
-            k_norm=self._k_norm.tensor if self._k_norm is not None else None,
-            kv=kv.memory,
-            kv_block_stride=kv.block_stride,
-            out=queries,
-        )
+    def _rope_arguments(self, qkv: Tensor, inputs: AttentionInputs, kv: PagedKv) -> dict[str, Any]:
+        return {
+            "qkv": qkv,
+            "positions": inputs.positions,
+            "slot_mapping": inputs.slot_mapping,
+            "cos_sin": self._rotary.cos_sin,
+            "q_norm": self._q_norm.tensor if self._q_norm is not None else None,
+            "k_norm": self._k_norm.tensor if self._k_norm is not None else None,
+            "kv": kv.memory,
+            "kv_block_stride": kv.block_stride,
+        }
 
     def _attend(
         self, queries: Tensor, out: Tensor, inputs: AttentionInputs, kv: PagedKv, *, query_start_loc: Tensor

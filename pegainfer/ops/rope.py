@@ -19,7 +19,7 @@ import numpy as np
 from pegainfer.ops.op import Case, Op
 from pegainfer.runtime.dtypes import DType
 
-__all__ = ["QkvRopeFacts", "qkv_rope_write", "reference_cache"]
+__all__ = ["QkvRopeFacts", "qkv_rope_write", "reference_cache", "rotation_table"]
 
 Array = np.ndarray[Any, Any]
 
@@ -46,7 +46,7 @@ class QkvRopeFacts:
         return 2 * self.num_kv_heads * self.block_size * self.head_dim * self.kv_dtype.itemsize
 
 
-def _rotation_table(inv_freq: Array, max_positions: int) -> Array:
+def rotation_table(inv_freq: Array, max_positions: int) -> Array:
     """float32 `[max_positions, 2 * len(inv_freq)]`: the cosines of `position * inv_freq`, then the sines."""
     angles = np.arange(max_positions, dtype=np.float64)[:, None] * inv_freq.astype(np.float64)
     return np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
@@ -151,7 +151,7 @@ def _cases(rng: np.random.Generator) -> Iterator[Case[QkvRopeFacts]]:
                     "qkv": rng.normal(0, 1, (rows, width)).astype(act.numpy),
                     "positions": rng.integers(0, 500, rows).astype(np.int32),
                     "slot_mapping": slots,
-                    "cos_sin": _rotation_table(inv_freq, 500),
+                    "cos_sin": rotation_table(inv_freq, 500),
                     "q_norm": norms[0],
                     "k_norm": norms[1],
                     "kv": np.zeros(num_blocks * facts.block_bytes, np.uint8),

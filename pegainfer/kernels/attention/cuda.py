@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 from pegainfer.kernels.cuda_source import cuda_device, type_define
 from pegainfer.ops.attention import AttentionFacts, paged_attention
+from pegainfer.ops.decode_attention import DecodeAttentionFacts, decode_attention
 from pegainfer.ops.op import Launcher
+from pegainfer.ops.rope import QkvRopeFacts
 from pegainfer.runtime.cuda.module import KernelSource
 from pegainfer.runtime.device import Device, DeviceKind
 from pegainfer.runtime.dtypes import DType
@@ -52,9 +54,18 @@ def generic_source(facts: AttentionFacts) -> KernelSource:
     return KernelSource.of("attention/generic.cu", **_shape_defines(facts))
 
 
-def decode_source(facts: AttentionFacts, warps: int, stages: int) -> KernelSource:
-    """The split-KV kernel for one token a request."""
-    return KernelSource.of("attention/decode.cu", WARPS=warps, STAGES=stages, **_shape_defines(facts))
+def decode_source(
+    facts: AttentionFacts, warps: int, stages: int, rope: QkvRopeFacts | None = None
+) -> KernelSource:
+    """The split-KV kernel for one token a request, with `rope` from merged projections."""
+    return KernelSource.of(
+        "attention/decode.cu",
+        WARPS=warps,
+        STAGES=stages,
+        ROPE=int(rope is not None),
+        QK_NORM=int(rope is not None and rope.qk_norm),
+        **_shape_defines(facts),
+    )
 
 
 def prefill_source(facts: AttentionFacts) -> KernelSource:
@@ -215,54 +226,69 @@ def _bind_hopper_prefill(facts: AttentionFacts, gpu: CudaDevice) -> Launcher | N
     return launch
 
 
-class _Decode:
-    """One token a request: the split-KV kernel with the first of `shapes` that fits into shared memory."""
+class _DecodeKernel:
+    """The split-KV kernel with the first of `shapes` that fits into shared memory."""
 
     def __init__(
-        self, facts: AttentionFacts, gpu: CudaDevice, shapes: tuple[tuple[int, int], ...], max_shares: int
+        self,
+        facts: AttentionFacts,
+        rope: QkvRopeFacts | None,
+        gpu: CudaDevice,
+        shapes: tuple[tuple[int, int], ...],
+        max_shares: int,
     ) -> None:
         group = facts.num_heads // facts.num_kv_heads
-        self._stream = gpu.stream.handle
-        self._facts = facts
-        self._scale_log2 = facts.scale * math.log2(math.e)
         for warps, stages in shapes:
             ring = warps * stages * 2 * _KEYS * facts.head_dim * 2
             merge = warps * group * facts.head_dim * 4  # the warps merge where the ring was
             if max(ring, merge) + _STATIC_SHARED <= gpu.max_shared_bytes:
                 break
-        self._threads = warps * 32
-        self._kernel = gpu.kernel(
-            decode_source(facts, warps, stages),
+        self.threads = warps * 32
+        self.max_shares = max_shares
+        self.kernel = gpu.kernel(
+            decode_source(facts, warps, stages, rope),
             "paged_attention_decode",
-            signature="pppppppppppf",
+            signature="pp" + ("ppppf" if rope else "") + "pppppppppf",
             shared_bytes=max(ring, merge),
         )
+
+
+class _Decode:
+    """One token a request: the wide or the narrow kernel."""
+
+    def __init__(self, facts: AttentionFacts, gpu: CudaDevice, rope: QkvRopeFacts | None = None) -> None:
+        self._facts = facts
+        self._stream = gpu.stream.handle
+        self._scale_log2 = facts.scale * math.log2(math.e)
+        self._wide = _DecodeKernel(facts, rope, gpu, _WIDE, _MAX_SHARES)
+        self._narrow = _DecodeKernel(facts, rope, gpu, _NARROW, 1)
         places = _MAX_REQUESTS * facts.num_kv_heads
-        share_bytes = group * (facts.head_dim + 2) * 4
+        share_bytes = facts.num_heads // facts.num_kv_heads * (facts.head_dim + 2) * 4
         self._num_multiprocessors = gpu.num_multiprocessors
-        self._max_shares = max_shares
         self._partial = gpu.workspace("attention-partial", (gpu.num_multiprocessors + places) * share_bytes)
         self._arrivals = gpu.workspace("attention-arrivals", places * 4)
 
-    def __call__(
+    def launch(
         self,
-        *,
         q: Tensor,
         kv: Tensor,
         kv_block_stride: int,
         block_tables: Tensor,
-        query_start_loc: Tensor,
         seq_lens: Tensor,
         out: Tensor,
+        *rope: int | float,
     ) -> None:
-        num_requests, num_kv_heads = seq_lens.shape[0], self._facts.num_kv_heads
-        shares = min(max(self._num_multiprocessors // (num_requests * num_kv_heads), 1), self._max_shares)
-        self._kernel.launch(
+        """Enqueue; `rope` are the arguments of that variant."""
+        blocks = seq_lens.shape[0] * self._facts.num_kv_heads
+        chosen = self._wide if blocks <= self._num_multiprocessors else self._narrow
+        shares = min(max(self._num_multiprocessors // blocks, 1), chosen.max_shares)
+        chosen.kernel.launch(
             self._stream,
-            (num_requests, num_kv_heads, shares),
-            self._threads,
+            (seq_lens.shape[0], self._facts.num_kv_heads, shares),
+            chosen.threads,
             q.data_ptr,
             q.strides[0],
+            *rope,
             kv.data_ptr,
             kv_block_stride,
             block_tables.data_ptr,
@@ -276,27 +302,92 @@ class _Decode:
         )
 
 
+def _has_kernels(facts: AttentionFacts) -> bool:
+    """Whether the tensor-core kernels serve these facts."""
+    group = facts.num_heads // facts.num_kv_heads
+    served = facts.head_dim in (64, 128, 256) and group <= _MAX_GROUP
+    return served and facts.act is facts.kv_dtype and facts.act is not DType.float32
+
+
 @paged_attention.provider("cuda", DeviceKind.cuda)
 def _bind(facts: AttentionFacts, device: Device) -> Launcher | None:
-    group = facts.num_heads // facts.num_kv_heads
     gpu = cuda_device(device)
     if facts.head_dim > 256:
         return None
-    served = facts.head_dim in (64, 128, 256) and group <= _MAX_GROUP and facts.act is facts.kv_dtype
-    if not served or facts.act is DType.float32:
+    if not _has_kernels(facts):
         return _bind_generic(facts, gpu)
     prefill = _bind_hopper_prefill(facts, gpu) or _bind_prefill(facts, gpu)
-    wide, narrow = _Decode(facts, gpu, _WIDE, _MAX_SHARES), _Decode(facts, gpu, _NARROW, 1)
+    decode = _Decode(facts, gpu)
 
-    def launch(**arguments: Tensor | int) -> None:
-        q, seq_lens = arguments["q"], arguments["seq_lens"]
-        assert isinstance(q, Tensor)
-        assert isinstance(seq_lens, Tensor)
-        num_requests = seq_lens.shape[0]
-        chosen: Launcher = prefill
-        if q.shape[0] == num_requests <= _MAX_REQUESTS:
-            fits = num_requests * facts.num_kv_heads <= gpu.num_multiprocessors
-            chosen = wide if fits else narrow
-        chosen(**arguments)
+    def launch(
+        *,
+        q: Tensor,
+        kv: Tensor,
+        kv_block_stride: int,
+        block_tables: Tensor,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        out: Tensor,
+    ) -> None:
+        if q.shape[0] == seq_lens.shape[0] <= _MAX_REQUESTS:
+            decode.launch(q, kv, kv_block_stride, block_tables, seq_lens, out)
+            return
+        prefill(
+            q=q,
+            kv=kv,
+            kv_block_stride=kv_block_stride,
+            block_tables=block_tables,
+            query_start_loc=query_start_loc,
+            seq_lens=seq_lens,
+            out=out,
+        )
 
     return launch
+
+
+class CudaDecodeAttention:
+    """The launcher of the op `decode_attention`."""
+
+    max_requests = _MAX_REQUESTS
+
+    def __init__(self, facts: DecodeAttentionFacts, gpu: CudaDevice) -> None:
+        self._eps = facts.rope.eps
+        self._decode = _Decode(facts.attention, gpu, facts.rope)
+
+    def __call__(
+        self,
+        *,
+        qkv: Tensor,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        cos_sin: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        kv: Tensor,
+        kv_block_stride: int,
+        block_tables: Tensor,
+        seq_lens: Tensor,
+        out: Tensor,
+    ) -> None:
+        """Enqueue it for at most `max_requests`."""
+        self._decode.launch(
+            qkv,
+            kv,
+            kv_block_stride,
+            block_tables,
+            seq_lens,
+            out,
+            slot_mapping.data_ptr,
+            cos_sin.data_ptr,
+            q_norm.data_ptr if q_norm else 0,
+            k_norm.data_ptr if k_norm else 0,
+            self._eps,
+        )
+
+
+@decode_attention.provider("cuda", DeviceKind.cuda)
+def _bind_decode(facts: DecodeAttentionFacts, device: Device) -> Launcher | None:
+    is_whole = facts.rope.rotary_dim == facts.rope.head_dim
+    if not is_whole or not _has_kernels(facts.attention):
+        return None
+    return CudaDecodeAttention(facts, cuda_device(device))

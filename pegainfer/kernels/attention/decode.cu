@@ -8,9 +8,16 @@
 // Lengths, tables and all keys but the newest were there before this step began, so they are read before the wait for
 // the predecessor; only the tile with the newest key has to wait for it.
 //
+// ROPE 1: `q` holds merged projections as they come from the product. The block normalises and rotates its queries; the
+// one with the newest key does so with that and writes key and value to the cache, which nobody then reads in this step.
+//
 // A KV block of a layer holds keys [kv_head][16][HEAD_DIM], then values alike.
-// Defines: HEAD_DIM (64, 128, 256), NUM_HEADS, NUM_KV_HEADS (GROUP <= 16), BLOCK_SIZE (multiple of 16), WARPS, STAGES.
+// Defines: HEAD_DIM (64, 128, 256), NUM_HEADS, NUM_KV_HEADS (GROUP <= 16), BLOCK_SIZE (multiple of 16), WARPS, STAGES,
+// ROPE, QK_NORM.
 #include "cuda/attention.cuh"
+#if ROPE
+#include "cuda/rope.cuh"
+#endif
 
 using namespace pega;
 
@@ -20,7 +27,13 @@ constexpr int PARTIAL = GROUP * (HEAD_DIM + 2);  // floats of one share: outputs
 constexpr int MAX_SHARES = 64;
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
-    paged_attention_decode(const act_t* __restrict__ q, int64_t q_stride, const uint8_t* __restrict__ kv,
+    paged_attention_decode(const act_t* __restrict__ q, int64_t q_stride,
+#if ROPE
+                           const int* __restrict__ slot_mapping, const float* __restrict__ cos_sin,
+                           const float* __restrict__ q_norm, const float* __restrict__ k_norm, float eps, uint8_t* kv,
+#else
+                           const uint8_t* __restrict__ kv,
+#endif
                            int64_t kv_block_stride, const int* __restrict__ block_tables, int64_t table_stride,
                            const int* __restrict__ seq_lens, act_t* __restrict__ out, int64_t out_stride,
                            float* __restrict__ partial, int* __restrict__ arrivals, float scale_log2) {
@@ -28,6 +41,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ float merged[WARPS][GROUP][2], weights[GROUP][MAX_SHARES];
   __shared__ int is_last;
+#if ROPE
+  __shared__ __align__(16) act_t rotated[GROUP + 2][HEAD_DIM];  // queries, then the newest key and value
+#endif
   const int request = blockIdx.x, kv_head = blockIdx.y, share = blockIdx.z;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int seq_len = seq_lens[request];
@@ -49,7 +65,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
 #pragma unroll 4
     for (int j = lane; j < KEYS * ROW_UNITS; j += 32) {
       const uint32_t offset = tile_offset(j / ROW_UNITS, j % ROW_UNITS);
-      const bool valid = key + j / ROW_UNITS < seq_len;  // zeros beyond the end: a stale NaN times zero is NaN
+      // Zeros beyond the end: a stale NaN times zero is NaN. The newest key is not in the cache yet with ROPE.
+      const bool valid = key + j / ROW_UNITS < seq_len - ROPE;
       copy_async(stage + offset, keys + j * 8, valid);
       copy_async(stage + TILE_BYTES + offset, values + j * 8, valid);
     }
@@ -57,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
   };
   // One loop, so that every piece of code exists once: a kernel this short spends its time fetching instructions.
   const bool has_newest = mine > 0 && first + (mine - 1) * WARPS + warp == num_tiles - 1;
-  int issued = 0, available = has_newest ? mine - 1 : mine;
+  int issued = 0, available = has_newest && !ROPE ? mine - 1 : mine;
   bool waited = false;
   uint32_t query[HEAD_DIM / 16][4];
   RowState state;
@@ -70,7 +87,30 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
       wait_for_predecessor();
       waited = true;
       available = mine;
+#if ROPE
+      const int heads = GROUP + (share == num_shares - 1 ? 2 : 0);
+#pragma unroll 1
+      for (int head = threadIdx.x / LANES; head < heads; head += WARPS * 32 / LANES) {
+        const int of_group = threadIdx.x % LANES;
+        const int column = head < GROUP ? kv_head * GROUP + head : NUM_HEADS + (head - GROUP) * NUM_KV_HEADS + kv_head;
+        HeadPairs pairs;
+        pairs.take(q + request * q_stride + column * HEAD_DIM, of_group);
+        if (head <= GROUP) {
+          if (QK_NORM) pairs.normalise(head < GROUP ? q_norm : k_norm, eps, of_group);
+          pairs.rotate(cos_sin + (int64_t)max(seq_len - 1, 0) * HEAD_DIM, of_group);
+        }
+        pairs.put(rotated[head], of_group);
+        const int slot = slot_mapping[request];
+        if (head < GROUP || slot < 0) continue;
+        act_t* block = reinterpret_cast<act_t*>(kv + (int64_t)(slot / BLOCK_SIZE) * kv_block_stride);
+        pairs.put(block + ((head - GROUP) * NUM_KV_HEADS + kv_head) * BLOCK_SIZE * HEAD_DIM + slot % BLOCK_SIZE * HEAD_DIM,
+                  of_group);
+      }
+      __syncthreads();
+      const act_t* rows = rotated[0];
+#else
       const act_t* rows = q + request * q_stride + kv_head * GROUP * HEAD_DIM;
+#endif
       load_query(query, g < GROUP ? rows + g * HEAD_DIM : nullptr, g + 8 < GROUP ? rows + (g + 8) * HEAD_DIM : nullptr,
                  lane);
       continue;
@@ -82,6 +122,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
     }
     __syncwarp();
     const uint32_t stage = ring + (i % STAGES) * STAGE_BYTES;
+#if ROPE
+    if (has_newest && i == mine - 1) {
+      for (int j = lane; j < 2 * ROW_UNITS; j += 32) {
+        const uint4 piece = *reinterpret_cast<const uint4*>(&rotated[GROUP + j / ROW_UNITS][j % ROW_UNITS * 8]);
+        store_shared(stage + j / ROW_UNITS * TILE_BYTES + tile_offset((seq_len - 1) % KEYS, j % ROW_UNITS), piece);
+      }
+      __syncwarp();
+    }
+#endif
     const int limit = seq_len - (first + i * WARPS + warp) * KEYS;
     state.attend<1>(query, stage, stage + TILE_BYTES, scale_log2, limit, limit, lane);
     __syncwarp();
