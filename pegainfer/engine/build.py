@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pegainfer.config import EngineConfig
 from pegainfer.engine.core import EngineCore
@@ -12,6 +14,9 @@ from pegainfer.engine.messages import Vocabulary
 from pegainfer.errors import ConfigError
 from pegainfer.log import get_logger
 from pegainfer.runtime.device import Device
+
+if TYPE_CHECKING:
+    from pegainfer.runtime.cuda.device import CudaDevice
 
 __all__ = ["build_engine_core", "make_device"]
 
@@ -23,16 +28,25 @@ def build_engine_core(config: EngineConfig, vocabulary: Callable[[], Vocabulary]
     """
     if config.simulator.simulate:
         return _build_simulated(config, vocabulary())
-    # Imported here, so that a simulated engine needs neither kernels nor arrays.
-    from pegainfer.tokenizer.tokenizer import stop_token_ids
-    from pegainfer.weights.loader import open_checkpoint
-    from pegainfer.worker.build import build_worker
-
     start = time.perf_counter()
-    device = make_device(config)
-    checkpoint = open_checkpoint(config.model, config.load)
-    phases = {"open checkpoint": time.perf_counter() - start}
+    device_made = _make_device_ahead(config)
+    try:
+        # Imported here, so that a simulated engine needs neither kernels nor arrays.
+        from pegainfer.tokenizer.tokenizer import stop_token_ids
+        from pegainfer.weights.loader import open_checkpoint
+        from pegainfer.worker.build import build_worker
+
+        checkpoint = open_checkpoint(config.model, config.load)
+        opened = time.perf_counter()
+    finally:
+        device = device_made()  # in any case: what is wrong with it is said first
+    made = time.perf_counter()
     known = vocabulary()
+    phases = {
+        "open checkpoint": opened - start,
+        "wait for device": made - opened,
+        "wait for tokenizer": time.perf_counter() - made,
+    }
     worker = build_worker(config, checkpoint, device=device, decodable_vocab_size=known.decodable_vocab_size)
     generation_config = checkpoint.generation_config
     stops = stop_token_ids(generation_config, checkpoint.config, None)
@@ -51,17 +65,49 @@ def make_device(config: EngineConfig) -> Device:
 
     Raises `ConfigError` when there is none.
     """
-    if config.device == "cuda":
+    return (_make_gpu(config) if _may_be_gpu(config) else None) or _make_cpu(config)
+
+
+def _make_device_ahead(config: EngineConfig) -> Callable[[], Device]:
+    """Begin to make the device; the result waits for it, and is called once, by the thread that will use it.
+
+    A GPU's context takes as long as everything else that precedes the weights, and not the interpreter lock.
+    """
+    if not _may_be_gpu(config):
+        device = _make_cpu(config)
+        return lambda: device
+    thread = ThreadPoolExecutor(1, "device")
+    making = thread.submit(_make_gpu, config)
+    thread.shutdown(wait=False)
+
+    def made() -> Device:
+        gpu = making.result()
+        if gpu is None:
+            return _make_cpu(config)
+        gpu.bind_thread()
+        return gpu
+
+    return made
+
+
+def _may_be_gpu(config: EngineConfig) -> bool:
+    return config.device == "cuda" or (config.device == "auto" and Path("/dev/nvidiactl").exists())
+
+
+def _make_gpu(config: EngineConfig) -> CudaDevice | None:
+    """The GPU; None when it cannot be used and need not."""
+    try:
         from pegainfer.runtime.cuda.device import make_cuda_device
 
         return make_cuda_device()
-    if config.device == "auto" and Path("/dev/nvidiactl").exists():
-        try:
-            from pegainfer.runtime.cuda.device import make_cuda_device
+    except ConfigError as error:
+        if config.device == "cuda":
+            raise
+        get_logger(__name__).warning("the GPU is not used: %s", error)
+        return None
 
-            return make_cuda_device()
-        except ConfigError as error:
-            get_logger(__name__).warning("the GPU is not used: %s", error)
+
+def _make_cpu(config: EngineConfig) -> Device:
     from pegainfer.runtime.cpu import make_cpu_device
 
     return make_cpu_device(config.num_threads)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib.metadata
+import os
 from ctypes import byref, c_float, c_int32, c_size_t, c_uint64, c_void_p
 from typing import Any
 
@@ -17,7 +19,7 @@ from pegainfer.runtime.cuda.driver import allocate, check, cuda
 from pegainfer.runtime.dtypes import DType
 from pegainfer.runtime.recent import Recent
 
-__all__ = ["CublasLt", "MatmulPlan"]
+__all__ = ["CublasLt", "MatmulPlan", "preload_library"]
 
 WORKSPACE_BYTES = 64 << 20
 _CANDIDATES = 16
@@ -234,6 +236,23 @@ class CublasLt:
         """Free the handle and the workspace."""
         self.call("cublasLtDestroy", self.handle)
         check(cuda.cuMemFree(self._workspace.value or 0))
+
+
+def preload_library() -> None:
+    """Have the library, which is large, in this process before `CublasLt` looks for it. To be called in a
+    thread of its own. Where no package has the library, nothing happens.
+
+    `dlopen` is called as a foreign function, since `ctypes.CDLL` keeps the interpreter lock until it returns.
+    """
+    try:
+        files = importlib.metadata.distribution("nvidia-cublas").files or ()
+    except importlib.metadata.PackageNotFoundError:
+        return
+    found = next((file for file in files if file.name.startswith("libcublasLt.so")), None)
+    if found is not None:
+        dlopen = ctypes.CDLL(None).dlopen
+        dlopen.restype, dlopen.argtypes = c_void_p, (ctypes.c_char_p, ctypes.c_int)
+        dlopen(os.fsencode(found.locate()), os.RTLD_NOW)  # never closed, as a library of `ctypes` is not
 
 
 @functools.cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -216,7 +217,13 @@ class CudaDevice:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Let `upload` send arrays on by threads until the block ends."""
+        """Let `upload` send arrays on by threads until the block ends. Meanwhile the library is loaded that
+        products will need right after it.
+        """
+        if self.products:  # not earlier: imports of modules that are libraries would wait for the loader, too
+            from pegainfer.runtime.cuda.cublaslt import preload_library
+
+            threading.Thread(target=preload_library, name="preload", daemon=True).start()
         ring = self._uploads = UploadRing(self)
         try:
             yield
