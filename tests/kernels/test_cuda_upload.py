@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from pegainfer.errors import WeightsError
 from pegainfer.runtime.dtypes import DType
+from pegainfer.weights.safetensors import map_file
 
 pytestmark = pytest.mark.gpu
 
@@ -50,3 +55,45 @@ def test_an_error_ends_the_block_and_leaves_the_device_usable(gpu: Any) -> None:
     with pytest.raises(ZeroDivisionError):
         fail()
     assert np.array_equal(gpu.to_numpy(gpu.from_numpy(array)), array)
+
+
+def test_many_tensors_of_a_mapped_file_arrive_and_its_pages_stay_out_of_memory(
+    gpu: Any, tmp_path: Path
+) -> None:
+    content = np.random.default_rng(1).integers(0, 256, 24 * SLOT + 777, np.uint8)
+    path = tmp_path / "weights"
+    path.write_bytes(content.tobytes())
+    data = map_file(path)
+    cuts = [0, 1, 34, 4133, *range(5000, 90_000, 171), SLOT + 1, 20 * SLOT + 3, content.size]
+    with gpu.loading():
+        tensors = [gpu.from_numpy(data[start:stop]) for start, stop in pairwise(cuts)]
+    assert _resident_kib(path) == 0
+    for (start, stop), tensor in zip(pairwise(cuts), tensors, strict=True):
+        assert np.array_equal(gpu.to_numpy(tensor), content[start:stop])
+
+
+def test_a_file_that_ends_early_is_an_error_and_leaves_the_device_usable(gpu: Any, tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(30 * SLOT))
+    data = map_file(path)
+    os.truncate(path, 15 * SLOT + 5)
+
+    def load() -> None:
+        with gpu.loading():
+            gpu.from_numpy(data)
+
+    with pytest.raises(WeightsError, match=f"{path}: ends at byte {15 * SLOT + 5} now"):
+        load()
+    array = np.arange(1000, dtype=np.uint8)
+    with gpu.loading():
+        tensor = gpu.from_numpy(array)
+    assert np.array_equal(gpu.to_numpy(tensor), array)
+
+
+def _resident_kib(path: Path) -> int:
+    """KiB of a mapped file that count as memory of this process."""
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    for line in lines:
+        if line.endswith(str(path)):
+            return next(int(row.split()[1]) for row in lines if row.startswith("Rss:"))
+    raise AssertionError(f"{path} is not mapped")
