@@ -1,7 +1,7 @@
 """Every kernel at the real shapes of a model, bound as the engine binds it: microseconds, TB/s, TFLOP/s and
 the share of what this GPU does at best (a copy, a read and an 8192^3 product measured in the same run).
 
-    python benchmarks/gpu/kernels.py [CONFIG.json] [--only GROUP ...] [--out FILE] [--dry-run]
+    python benchmarks/gpu/kernels.py [CONFIG.json] [--only GROUP ...] [--block-size N] [--out FILE]
 
 Groups:
   matrices    each weight matrix by number of rows; weights rotate, so that they are never in the L2 cache.
@@ -246,6 +246,7 @@ def main() -> int:
     )
     parser.add_argument("config", type=Path, nargs="?", default=CONFIG)
     parser.add_argument("--only", nargs="+", choices=GROUPS, default=list(GROUPS))
+    parser.add_argument("--block-size", type=int, help="tokens per KV block, if not the usual number")
     parser.add_argument("--out", type=Path, help="write the rows and the roofline here (JSON)")
     parser.add_argument("--dry-run", action="store_true", help="bind and launch on a GPU that is not there")
     parser.add_argument("--arch", default="sm_90a", help="architecture of the dry run")
@@ -255,7 +256,7 @@ def main() -> int:
     if options.dry_run and options.out:
         parser.error("a dry run measures nothing that could be written")
     watch = Stopwatch(PlannedGpu(options.arch) if options.dry_run else make_cuda_device())
-    model = Model.read(options.config, watch)
+    model = Model.read(options.config, watch, block_size=options.block_size)
     roofline = measure_roofline(watch)
     if roofline is not None:
         print(f"{watch.gpu.name}: {roofline}", flush=True)

@@ -76,15 +76,18 @@ class Model:
     matrices: dict[str, Matrix] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, config: Path, watch: Stopwatch) -> Model:
+    def read(cls, config: Path, watch: Stopwatch, *, block_size: int | None = None) -> Model:
         """Bind the model on a planned GPU and look at what was bound. Compiles its kernels, all at once.
+        `block_size`: tokens per KV block, if not the usual number.
 
         Raises `ConfigError` and `UnsupportedModelError`.
         """
         planned = PlannedGpu(watch.gpu.arch)
         checkpoint = DummyCheckpoint(config, json.loads(config.read_text()), {}, seed=0)
         with record_bindings() as found:
-            model = bind_ops(EngineConfig.from_flat(load_format="dummy"), checkpoint, device=planned)
+            model = bind_ops(
+                EngineConfig.from_flat(load_format="dummy", block_size=block_size), checkpoint, device=planned
+            )
         if not watch.planned:
             prefetch(planned.sources, planned.arch)
         one: dict[str, Any] = {binding.op: binding.facts for binding in found}

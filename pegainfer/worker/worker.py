@@ -143,7 +143,7 @@ class Worker:
 
     def _launch(self, plan: StepPlan) -> _InFlight:
         layout = self._batch.prepare(plan.scheduled, self._runner.staging)
-        scores = any(row in self._prompt_logprobs for row in layout.rows.tolist())
+        scores = self._scores_prompts(layout)
         result = self._runner.forward(layout, self._sampler.feed, needs_all=scores)
         sampled = self._sample(layout, result) if len(layout.sampling) else None
         prompt = self._score_prompts(layout, result.hidden) if scores else None
@@ -167,6 +167,16 @@ class Worker:
             sampling.num_rows,
             lambda logits, start: self._sampler.sample(sampling, logits, start=start),
         )
+
+    def _scores_prompts(self, layout: StepLayout) -> bool:
+        """Whether the step computes positions of a prompt whose log-probabilities were asked for; the last
+        position of a prompt belongs to the answer.
+        """
+        if not self._prompt_logprobs:
+            return False
+        ends = self._batch.num_prompt_tokens[layout.rows] - 1
+        in_prompt = layout.rows[layout.starts < ends]
+        return any(row in self._prompt_logprobs for row in in_prompt.tolist())
 
     def _score_prompts(self, layout: StepLayout, hidden: Tensor) -> _PromptScores | None:
         """Enqueue the scoring of the prompt tokens that follow the computed positions."""

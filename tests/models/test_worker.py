@@ -158,15 +158,29 @@ def test_eager_equals_recorded() -> None:
     assert results[0] == results[1]
 
 
-def test_more_requests_than_one_slice_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("params", [SCORED, GREEDY], ids=["scored prompt", "plain"])
+def test_decode_is_recorded_whatever_was_asked_about_the_prompt(params: SamplingParams) -> None:
+    worker = make_worker(checkpoint())
+    alone(worker, prompt(1, 30), 6, params)
+    graphs: Any = worker._runner._graphs  # type: ignore[attr-defined]
+    assert list(graphs._entries) == [(1, 1, 1)]
+    worker.close()
+
+
+@pytest.mark.parametrize(
+    "params", [SCORED, SamplingParams(temperature=0.0, logprobs=5)], ids=["scored prompts", "plain"]
+)
+def test_more_requests_than_one_slice_of_logits(
+    monkeypatch: pytest.MonkeyPatch, params: SamplingParams
+) -> None:
     monkeypatch.setattr("pegainfer.worker.build._LOGITS_BYTES", 0)
     worker = make_worker(checkpoint(), max_num_seqs=40)
     prompts = {f"r{index}": prompt(index, 2 + index % 5) for index in range(37)}
     driver = Driver(worker)
     for name, tokens in prompts.items():
-        driver.add(name, tokens, SCORED)
+        driver.add(name, tokens, params)
     together = driver.step({name: len(tokens) for name, tokens in prompts.items()})
-    expected = {name: alone(worker, tokens, 1)[0] for name, tokens in list(prompts.items())[::6]}
+    expected = {name: alone(worker, tokens, 1, params)[0] for name, tokens in list(prompts.items())[::6]}
     assert {name: (together[name].token_id, together[name].logprobs) for name in expected} == expected
     worker.close()
 

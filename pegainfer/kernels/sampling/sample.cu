@@ -111,7 +111,6 @@ extern "C" __global__ void __launch_bounds__(256)
 struct Shared {
   unsigned long long bins[BINS];
   uint64_t words[WARPS];
-  double doubles[WARPS];
   uint64_t top[MAX_TOP];
   uint64_t keys[CANDIDATES], weights[CANDIDATES];
   uint64_t before, selected;

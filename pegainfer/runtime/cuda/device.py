@@ -34,8 +34,7 @@ __all__ = ["CudaDevice", "CudaGraph", "CudaStream", "DeviceStorage", "PinnedStor
 _ARCHITECTURE_SPECIFIC = {(9, 0), (10, 0), (12, 0)}
 """Capabilities whose kernels use instructions of that one architecture (`sm_90a`: wgmma, setmaxnreg)."""
 
-
-_MAX_TENSOR_MAPS = 4096
+_MAX_TENSOR_MAPS = 4096  # more than the weights and caches of a large model have, and its small steps
 
 
 class DeviceStorage:
