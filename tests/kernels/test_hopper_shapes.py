@@ -33,10 +33,9 @@ def test_shapes_fit_and_cover() -> None:
         assert shape.stages >= 3
         assert shape.shared_bytes <= SHARED
         assert -(-n // shape.outputs) <= CLUSTERS[shape.split]
-        floats = (
-            shape.parts * shape.width + 9
-        )  # of a token: partial sums and squares take the place of the ring
-        assert tokens * floats * 4 <= shape.stages * shape.stage_bytes
+        if shape.split > 1:  # partial sums take the place of the ring
+            pitch = shape.parts * shape.width + 8
+            assert tokens * pitch * 4 <= shape.stages * shape.stage_bytes
     assert found > 500
 
 
@@ -74,5 +73,5 @@ def test_the_shape_follows_what_the_driver_says_about_clusters() -> None:
 @pytest.mark.parametrize("split", [1, 2, 4])
 def test_every_kind_compiles(split: int) -> None:
     for tokens, rows, gated in ((64, 10, False), (64, 38, True), (128, 74, True), (128, 256, False)):
-        shape = HopperShape(tokens, rows, split, gated, norm=gated, stages=4)
+        shape = HopperShape(tokens, rows, split, gated, stages=4)
         assert compile_cubin(shape.source(DType.float16 if rows == 10 else DType.bfloat16), "sm_90a")

@@ -18,8 +18,9 @@ from pegainfer.kernels.linear.fp8 import Fp8Linear, Fp8NormLinear
 from pegainfer.kernels.linear.hopper import HopperGemm
 from pegainfer.kernels.linear.skinny import MAX_ROWS, SkinnyGemm
 from pegainfer.ops.linear import LinearFacts, linear
+from pegainfer.ops.norm import RmsNormFacts, rms_norm
 from pegainfer.ops.norm_linear import NormLinearFacts, norm_linear
-from pegainfer.ops.op import Launcher
+from pegainfer.ops.op import Launcher, bind
 from pegainfer.ops.raw_weight import RawWeight, require_parts
 from pegainfer.runtime.cuda.algorithms import Product
 from pegainfer.runtime.cuda.module import KernelSource
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
 __all__ = ["CudaLinear", "device_rows"]
 
 _BIAS_THREADS = 256
-_BETTER_SKINNY_ROWS = 8
-"""Up to so many rows the kernel without warpgroups is better, where there are both and norm is part of it."""
+_BETTER_FUSED_ROWS = 8
+"""Up to so many rows the norm is better part of the product, though it is done in every block."""
 
 _FORMAT = {
     DType.float32: WeightFormat.f32,
@@ -147,17 +148,27 @@ class CudaNormLinear:
         n, k, out = facts.out_features, facts.in_features, facts.out or facts.act
         self._skinny = SkinnyGemm(gpu, facts.act, n=n, k=k, norm=True, gated=facts.gated, out=out)
         self.max_rows = self._skinny_rows = MAX_ROWS
-        if HopperGemm.serves(gpu, facts.act, n, k, out, norm=True):
-            self._hopper = HopperGemm(gpu, facts.act, n=n, k=k, norm=True, gated=facts.gated)
-            if self._hopper.max_rows:
-                self.max_rows, self._skinny_rows = self._hopper.max_rows, _BETTER_SKINNY_ROWS
+        if not HopperGemm.serves(gpu, facts.act, n, k, out):
+            return
+        self._hopper = HopperGemm(gpu, facts.act, n=n, k=k, gated=facts.gated)
+        if self._hopper.max_rows:
+            self.max_rows, self._skinny_rows = self._hopper.max_rows, _BETTER_FUSED_ROWS
+            self._norm = bind(rms_norm, RmsNormFacts(k, facts.eps, facts.act), gpu)
+            nbytes = self.max_rows * k * facts.act.itemsize
+            memory = gpu.workspace("norm-linear-normed", nbytes)
+            self._normed = Tensor(memory.storage, facts.act, (self.max_rows, k))
 
     def __call__(
         self, *, x: Tensor, norm: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None
     ) -> None:
         """Enqueue the fused product of at most `max_rows` rows."""
-        fused = self._skinny if x.shape[0] <= self._skinny_rows else self._hopper
-        fused(x, weight, out, bias=bias, norm_weight=norm, eps=self._eps)
+        rows = x.shape[0]
+        if rows <= self._skinny_rows:
+            self._skinny(x, weight, out, bias=bias, norm_weight=norm, eps=self._eps)
+            return
+        normed = self._normed.rows(rows)
+        self._norm(x=x, weight=norm, out=normed)
+        self._hopper(normed, weight, out, bias=bias)
 
 
 @norm_linear.provider("cuda", DeviceKind.cuda)

@@ -1,6 +1,4 @@
-"""The GPU product of some rows on Hopper: one launch that reads the weight once, with the norm before and the
-gate after it.
-"""
+"""The GPU product of some rows on Hopper: one launch that reads the weight once, with the gate after it."""
 
 from __future__ import annotations
 
@@ -46,7 +44,6 @@ class HopperShape:
     rows: int
     split: int
     gated: bool
-    norm: bool = False
     stages: int = 0
 
     @property
@@ -84,7 +81,6 @@ class HopperShape:
             STAGES=self.stages,
             SPLIT=self.split,
             GATED=int(self.gated),
-            NORM=int(self.norm),
             **type_define("ACT", act),
         )
 
@@ -113,8 +109,7 @@ def choose_shape(
 
 class HopperGemm:
     """`out[T, n] (+)= x[T, k] @ weight[n, k].T (+ bias)` for `T <= max_rows`, 16-bit activations; with
-    `norm`, x is RMS-normalised first; with `gated`, the weight holds gate rows then up rows and
-    `out = silu(gate) * up`.
+    `gated`, the weight holds gate rows then up rows and `out = silu(gate) * up`.
     """
 
     def __init__(
@@ -124,7 +119,6 @@ class HopperGemm:
         *,
         n: int,
         k: int,
-        norm: bool = False,
         gated: bool = False,
         accumulate: bool = False,
     ) -> None:
@@ -136,18 +130,18 @@ class HopperGemm:
         self._stream = gpu.stream.handle
         self._kernels: list[tuple[HopperShape, Kernel]] = []
         for tokens in _TOKENS[gated]:
-            found = self._find(tokens, norm=norm, gated=gated)
+            found = self._find(tokens, gated=gated)
             if found is None:
                 break
             self._kernels.append(found)
 
     @staticmethod
-    def serves(gpu: CudaDevice, act: DType, n: int, k: int, out: DType, *, norm: bool = False) -> bool:
+    def serves(gpu: CudaDevice, act: DType, n: int, k: int, out: DType) -> bool:
         """Whether the kernel runs here and handles these types and sizes."""
-        fits = n % 2 == 0 and k % (_CHUNK if norm else 8) == 0
+        fits = n % 2 == 0 and k % 8 == 0
         return gpu.capability == (9, 0) and act is not DType.float32 and out is act and fits
 
-    def _find(self, tokens: int, *, norm: bool, gated: bool) -> tuple[HopperShape, Kernel] | None:
+    def _find(self, tokens: int, *, gated: bool) -> tuple[HopperShape, Kernel] | None:
         gpu, count = self._gpu, self._gpu.num_multiprocessors
         clusters = {1: count, 2: count // 2, 4: int(count * _CLUSTERS_OF_4)}
         while True:
@@ -161,11 +155,10 @@ class HopperGemm:
             )
             if shape is None:
                 return None
-            shape = replace(shape, norm=norm)
             kernel = gpu.kernel(
                 shape.source(self._act),
                 "hopper_gemm",
-                signature="mmppppiiiif",
+                signature="mmpppiiii",
                 shared_bytes=shape.shared_bytes,
                 cluster=shape.split,
             )
@@ -178,16 +171,7 @@ class HopperGemm:
         """Most rows of x; 0 for a weight that is too large."""
         return self._kernels[-1][0].tokens if self._kernels else 0
 
-    def __call__(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        out: Tensor,
-        *,
-        bias: Tensor | None = None,
-        norm_weight: Tensor | None = None,
-        eps: float = 0.0,
-    ) -> None:
+    def __call__(self, x: Tensor, weight: Tensor, out: Tensor, *, bias: Tensor | None = None) -> None:
         """Enqueue the product for the rows of `x`."""
         rows, k, size = x.shape[0], self._k, self._act.itemsize
         shape, kernel = next(pair for pair in self._kernels if rows <= pair[0].tokens)
@@ -204,13 +188,11 @@ class HopperGemm:
             (-(-self._n // shape.outputs) * shape.split,),
             _THREADS,
             *boxes,
-            norm_weight.data_ptr if norm_weight else 0,
             bias.data_ptr if bias else 0,
             out.data_ptr,
             out.strides[0],
             rows,
             self._n,
-            k,
+            -(-k // _CHUNK),
             self._accumulate,
-            eps,
         )

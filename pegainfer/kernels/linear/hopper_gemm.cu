@@ -9,12 +9,8 @@
 // cluster share K instead: each leaves its partial sums in shared memory, and adds up, in order, what all have of some of
 // the tokens.
 //
-// NORM 1: x is normalised first (RMSNorm with `norm_weight`). Its weights are multiplied into x where the copies have put
-// it, while the tensor cores are busy with the stage before; its scale is a factor of a whole row, so it is applied to the
-// sums, and the squares are summed on the way.
-//
-// Needs K % 8 == 0, with NORM K % 64 == 0, even N and strides, 16-byte aligned rows, a cluster for every tile. Defines:
-// TOKENS (64 or 128), ROWS (even, weight rows a box), STAGES, SPLIT, GATED, NORM.
+// Needs K % 8 == 0, even N and strides, 16-byte aligned rows, a cluster for every tile. Defines: TOKENS (64 or 128), ROWS
+// (even, weight rows a box), STAGES, SPLIT, GATED.
 #include "cuda/wgmma.cuh"
 
 using namespace pega;
@@ -32,30 +28,9 @@ constexpr int COPIED_BYTES = PARTS * BOXES * ROWS * CHUNK_BYTES;  // of weights 
 constexpr int BARRIERS_AT = STAGES * STAGE_BYTES;         // full [STAGES], free [STAGES]
 constexpr int COPIERS = 128, COMPUTERS = 256;             // threads
 constexpr int PITCH = PARTS * WIDTH + 8;                  // floats of a token's partial sums
-constexpr int SQUARES_AT = TOKENS * PITCH * 4;            // behind them: of each token, its sum of squares
-enum Meeting { ALL_DONE = 1 };                            // named barrier of the computing threads; 0 is __syncthreads
+enum Meeting { RING_READ = 1 };                           // named barrier of the computing threads; 0 is __syncthreads
 
-static_assert(SQUARES_AT + TOKENS * 4 <= BARRIERS_AT, "partial sums take the place of the ring");
-
-__device__ __forceinline__ void meet() {
-  asm volatile("bar.sync %0, %1;" ::"r"((int)ALL_DONE), "r"(COMPUTERS) : "memory");
-}
-
-// Eight values of x in shared memory times their norm weights; the sum of their squares before.
-__device__ __forceinline__ float scale_unit(uint32_t address, const float (&weights)[8]) {
-  const uint4 unit = load_shared(address);
-  const uint32_t pairs[4] = {unit.x, unit.y, unit.z, unit.w};
-  uint32_t scaled[4];
-  float squares = 0.f;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float2 v = unpack_pair(pairs[i]);
-    squares += v.x * v.x + v.y * v.y;
-    scaled[i] = pack_pair(v.x * weights[2 * i], v.y * weights[2 * i + 1]);
-  }
-  store_shared(address, make_uint4(scaled[0], scaled[1], scaled[2], scaled[3]));
-  return squares;
-}
+static_assert(SPLIT == 1 || TOKENS * PITCH * 4 <= BARRIERS_AT, "partial sums take the place of the ring");
 
 // Two neighbouring results, with bias, gate and the sum that is there already.
 struct Output {
@@ -64,8 +39,7 @@ struct Output {
   int64_t stride;
   int n, accumulate;
 
-  __device__ __forceinline__ void put(int token, int column, float factor, float2 value, float2 up) const {
-    value.x *= factor, value.y *= factor, up.x *= factor, up.y *= factor;
+  __device__ __forceinline__ void put(int token, int column, float2 value, float2 up) const {
     if (bias != nullptr) {
       value.x += bias[column];
       value.y += bias[column + 1];
@@ -92,13 +66,12 @@ struct Output {
 
 extern "C" __global__ void __launch_bounds__(COPIERS + COMPUTERS, 1)
     hopper_gemm(const __grid_constant__ TensorMap x_boxes, const __grid_constant__ TensorMap weight_boxes,
-                const float* __restrict__ norm_weight, const float* __restrict__ bias, act_t* __restrict__ out,
-                int64_t out_stride, int num_tokens, int n, int k, int accumulate, float eps) {
+                const float* __restrict__ bias, act_t* __restrict__ out, int64_t out_stride, int num_tokens, int n,
+                int num_chunks, int accumulate) {
   release_successor();
   extern __shared__ __align__(1024) uint8_t memory[];
   const uint32_t shared = (shared_address(memory) + 1023) & ~1023u;
   const uint32_t full = shared + BARRIERS_AT, free = full + STAGES * 8;
-  const int num_chunks = (k + CHUNK - 1) / CHUNK;
   const int rank = SPLIT > 1 ? cluster_rank() : 0;
   const int first_column = blockIdx.x / SPLIT * OUTPUTS;
   const int first_chunk = SPLIT > 1 ? rank * num_chunks / SPLIT : 0;
@@ -157,26 +130,9 @@ extern "C" __global__ void __launch_bounds__(COPIERS + COMPUTERS, 1)
       if (lane == 0) barrier_arrive(free + stage * 8);
     };
     float sums[WIDTH / 2];
-#if NORM
-    constexpr int UNITS = TOKENS * 8 / COMPUTERS;  // 16-byte units of a stage's x that a thread scales
-    const int thread = threadIdx.x - COPIERS, unit = thread % 8;  // of rows thread / 8, and every 32nd from there
-    const float* my_weights = norm_weight + first_chunk * CHUNK + unit * 8;
-    float squares[UNITS] = {}, scales[8];
-    load<8>(scales, my_weights);
-#endif
     for (int chunk = 0, stage = 0, last_stage = 0, phase = 0; chunk < my_chunks; ++chunk) {
       const uint32_t base = shared + stage * STAGE_BYTES;
       barrier_wait(full + stage * 8, phase);
-#if NORM
-#pragma unroll
-      for (int i = 0; i < UNITS; ++i) {
-        const int token = thread / 8 + i * (COMPUTERS / 8);
-        if (token < num_tokens) squares[i] += scale_unit(base + swizzled_offset(token, unit), scales);
-      }
-      if (chunk + 1 < my_chunks) load<8>(scales, my_weights + (chunk + 1) * CHUNK);
-      fence_for_tensor_cores();
-      meet();
-#endif
       fence_registers(sums);
       warpgroup_arrive();
 #pragma unroll
@@ -197,35 +153,22 @@ extern "C" __global__ void __launch_bounds__(COPIERS + COMPUTERS, 1)
     }
     warpgroup_wait<0>();
     fence_registers(sums);
-#if NORM || SPLIT > 1
-    meet();  // both warpgroups have read all of the ring
-#endif
-#if NORM
-#pragma unroll
-    for (int i = 0; i < UNITS; ++i) {
-#pragma unroll
-      for (int offset = 1; offset < 8; offset <<= 1) squares[i] += __shfl_xor_sync(0xffffffffu, squares[i], offset);
-      if (unit == 0) store_shared(shared + SQUARES_AT + (thread / 8 + i * (COMPUTERS / 8)) * 4, squares[i]);
-    }
-#endif
 #if SPLIT == 1
-    if (NORM) meet();
     const int column = first_column + part * ROWS;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       if (row + 8 * r >= num_tokens) continue;
-      const float factor =
-          NORM ? rsqrtf(load_shared_float(shared + SQUARES_AT + (row + 8 * r) * 4) / k + eps) : 1.f;
 #pragma unroll
       for (int j = 0; j < BOX_ROWS / 8; ++j) {
         const int in_box = j * 8 + 2 * t;
         if (in_box >= ROWS || column + in_box >= n) continue;
         const int at = 4 * j + 2 * r, up = GATED ? at + BOX_ROWS / 2 : 0;
-        output.put(row + 8 * r, column + in_box, factor, make_float2(sums[at], sums[at + 1]),
+        output.put(row + 8 * r, column + in_box, make_float2(sums[at], sums[at + 1]),
                    make_float2(sums[up], sums[up + 1]));
       }
     }
 #else
+    asm volatile("bar.sync %0, %1;" ::"r"((int)RING_READ), "r"(COMPUTERS) : "memory");
 #pragma unroll
     for (int j = 0; j < WIDTH / 8; ++j) {
 #pragma unroll
@@ -249,14 +192,12 @@ extern "C" __global__ void __launch_bounds__(COPIERS + COMPUTERS, 1)
     if (column >= n) continue;
     const int offset = (token * PITCH + in_tile / ROWS * WIDTH + in_tile % ROWS) * 4;
     float2 sum = make_float2(0.f, 0.f), up = sum;
-    float square = 0.f;
 #pragma unroll
     for (int s = 0; s < SPLIT; ++s) {
-      if (NORM) add_shared(square, sources[s] + SQUARES_AT + token * 4);
       add_shared(sum, sources[s] + offset);
       if (GATED) add_shared(up, sources[s] + offset + BOX_ROWS * 4);
     }
-    output.put(token, column, NORM ? rsqrtf(square / k + eps) : 1.f, sum, up);
+    output.put(token, column, sum, up);
   }
   cluster_meet();  // no block goes while others read what it holds
 #endif

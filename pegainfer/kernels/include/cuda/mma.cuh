@@ -80,10 +80,6 @@ __device__ __forceinline__ float load_shared_float(uint32_t address) {
   return v;
 }
 
-__device__ __forceinline__ void store_shared(uint32_t address, float v) {
-  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
-}
-
 __device__ __forceinline__ void store_shared(uint32_t address, float low, float high) {
   asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(address), "f"(low), "f"(high) : "memory");
 }

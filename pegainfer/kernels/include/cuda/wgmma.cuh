@@ -207,12 +207,6 @@ __device__ __forceinline__ uint32_t address_in(uint32_t address, int rank) {
   return there;
 }
 
-__device__ __forceinline__ void add_shared(float& sum, uint32_t address) {
-  float v;
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
-  sum += v;
-}
-
 __device__ __forceinline__ void add_shared(float2& sum, uint32_t address) {
   float2 v;
   asm volatile("ld.shared::cluster.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
