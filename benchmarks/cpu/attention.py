@@ -74,6 +74,7 @@ def attention(device: CpuDevice, shape: tuple[int, ...], kv_dtype: DType, new: i
             "block_tables": rng.permutation(blocks).astype(np.int32)[None],
             "query_start_loc": np.array([0, new], np.int32),
             "seq_lens": np.array([length], np.int32),
+            "num_decodes": int(new == 1),
             "out": np.zeros_like(q),
         },
     )

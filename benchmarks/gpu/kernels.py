@@ -153,6 +153,7 @@ def attend(model: Model, launch: Any, case: str, requests: list[tuple[int, int]]
         "block_tables": watch.gpu.from_numpy(tables),
         "query_start_loc": watch.gpu.from_numpy(np.cumsum([0, *new]).astype(np.int32)),
         "seq_lens": watch.gpu.from_numpy(lengths),
+        "num_decodes": next((r for r, (count, _) in enumerate(requests) if count > 1), len(requests)),
         "out": out,
     }
     calls = []

@@ -45,6 +45,9 @@ class AttentionInputs(Protocol):
     def one_each(self) -> Tensor: ...
 
     @property
+    def num_decodes(self) -> int: ...
+
+    @property
     def arena(self) -> Arena: ...
 
 
@@ -153,8 +156,7 @@ class SelfAttention:
         with inputs.arena.scope():
             qkv, queries, mixed = self._scratch.take(inputs.arena, rows)
             self._qkv(residual, qkv, normed=normed)
-            is_decode = rows == inputs.seq_lens.shape[0]
-            if self._decode is not None and is_decode and rows <= self._decode.max_requests:
+            if self._decode is not None and inputs.num_decodes == rows <= self._decode.max_requests:
                 self._decode(
                     **self._rope_arguments(qkv, inputs, kv),
                     block_tables=inputs.block_tables,
@@ -163,7 +165,8 @@ class SelfAttention:
                 )
             else:
                 self._rope(**self._rope_arguments(qkv, inputs, kv), out=queries)
-                self._attend(queries, mixed, inputs, kv, query_start_loc=inputs.query_start_loc)
+                starts, num_decodes = inputs.query_start_loc, inputs.num_decodes
+                self._attend(queries, mixed, inputs, kv, query_start_loc=starts, num_decodes=num_decodes)
             self._output(mixed, residual)
 
     def last_tokens(
@@ -181,7 +184,8 @@ class SelfAttention:
             stream, last, attended = (tensor.rows(num_requests) for tensor in (normed, mixed, queries))
             self._gather_residual(x=residual, indices=last_rows, out=stream)
             self._gather_queries(x=queries, indices=last_rows, out=last)
-            self._attend(last, attended, inputs, kv, query_start_loc=inputs.one_each)
+            starts = inputs.one_each
+            self._attend(last, attended, inputs, kv, query_start_loc=starts, num_decodes=num_requests)
             self._output(attended, stream)
 
     def _rope_arguments(self, qkv: Tensor, inputs: AttentionInputs, kv: PagedKv) -> dict[str, Any]:
@@ -197,7 +201,14 @@ class SelfAttention:
         }
 
     def _attend(
-        self, queries: Tensor, out: Tensor, inputs: AttentionInputs, kv: PagedKv, *, query_start_loc: Tensor
+        self,
+        queries: Tensor,
+        out: Tensor,
+        inputs: AttentionInputs,
+        kv: PagedKv,
+        *,
+        query_start_loc: Tensor,
+        num_decodes: int,
     ) -> None:
         self._attention(
             q=queries,
@@ -206,6 +217,7 @@ class SelfAttention:
             block_tables=inputs.block_tables,
             query_start_loc=query_start_loc,
             seq_lens=inputs.seq_lens,
+            num_decodes=num_decodes,
             out=out,
         )
 

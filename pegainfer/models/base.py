@@ -34,6 +34,7 @@ class ForwardBatch:
     Token `i` of request `r` (`query_start_loc[r] <= i < query_start_loc[r + 1]`) stands at position
     `positions[i]` and writes its key and value to slot `slot_mapping[i]` = block * block_size + offset; it
     sees the positions up to its own. `seq_lens[r]` counts the tokens of request `r` including this step's.
+    The first `num_decodes` requests are known to have one token each.
 
     With `last_rows`, which lists the last token of each request (-1: a request without tokens), nobody asks
     for the others' hidden states: what a layer does beyond keys and values may be left out for them.
@@ -48,6 +49,7 @@ class ForwardBatch:
     kv: tuple[LayerKv, ...]
     arena: Arena
     one_each: Tensor  # int32 [num_requests + 1]: 0, 1, 2, ...; `query_start_loc` of one token a request
+    num_decodes: int
     last_rows: Tensor | None = None  # int32 [num_requests]
 
     @property

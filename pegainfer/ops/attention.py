@@ -2,7 +2,8 @@
 
 Prefill, decode and chunked prefill are one operation: request `r` brings the tokens
 `query_start_loc[r] .. query_start_loc[r + 1]`, the last of which stands at position `seq_lens[r] - 1`; each
-sees the positions up to its own. Query head `h` reads key head `h // (num_heads / num_kv_heads)`.
+sees the positions up to its own. Query head `h` reads key head `h // (num_heads / num_kv_heads)`. The first
+`num_decodes` requests bring one token each, which a device may serve in another way than the rest.
 
 A row of the result never depends on the other rows of the call: not on batch mates, nor on how a prompt was
 cut into chunks.
@@ -120,6 +121,7 @@ def _reference(
     block_tables: Array,
     query_start_loc: Array,
     seq_lens: Array,
+    num_decodes: int,
     out: Array,
 ) -> None:
     keys, values = reference_cache(
@@ -164,6 +166,7 @@ def _cases(rng: np.random.Generator) -> Iterator[Case[AttentionFacts]]:
         ((1, 300), (1, 17), (1, 128), (1, 129)),
         ((70, 70),),
         ((1, 40), (33, 200), (5, 5), (1, 16)),
+        (*((1, 100 + 31 * index) for index in range(9)), (1, 16), (140, 300), (70, 70)),
         ((3, 1100), (20, 700), (2, 130)),  # few rows over many keys
         tuple((1, 1 + 9 * index) for index in range(20)),
     )
@@ -224,6 +227,7 @@ def _case(
             "block_tables": tables,
             "query_start_loc": np.cumsum([0, *(new for new, _ in batch)]).astype(np.int32),
             "seq_lens": lengths,
+            "num_decodes": next((r for r, (new, _) in enumerate(batch) if new > 1), len(batch)),
             "out": np.zeros((rows, width), facts.act.numpy),
         },
         outputs=("out",),

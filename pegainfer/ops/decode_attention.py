@@ -69,6 +69,7 @@ def _reference(
         block_tables=block_tables,
         query_start_loc=np.arange(len(seq_lens) + 1),
         seq_lens=seq_lens,
+        num_decodes=len(seq_lens),
         out=out,
     )
 

@@ -47,6 +47,12 @@ class StepLayout:
         return len(self.rows)
 
     @property
+    def num_decodes(self) -> int:
+        """How many requests in front have one token each."""
+        longer = np.flatnonzero(self.counts > 1)
+        return int(longer[0]) if len(longer) else self.num_requests
+
+    @property
     def sampled_positions(self) -> IntArray:
         """Positions, in the step, of the last tokens of the requests that sample."""
         return self.offsets[self.sampling + 1] - 1

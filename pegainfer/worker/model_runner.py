@@ -114,7 +114,7 @@ class ModelRunner:
             feed(self.staging.tensors["token_ids"].rows(layout.num_tokens))
 
         if key is None or self._graphs is None:
-            return self._launch(used, needs_all=needs_all)
+            return self._launch(used, num_decodes=layout.num_decodes, needs_all=needs_all)
         result = self._graphs.run(key, partial(self._launch, key))
         return StepResult(result.hidden, result.logits.rows(num_logits) if result.logits else None)
 
@@ -152,7 +152,7 @@ class ModelRunner:
         host["block_tables"][:num_requests] = 0
         host["scored_rows"][:num_tokens] = rows
         self.staging.upload(num_requests)
-        hidden = self._model.forward(self._batch(num_tokens, num_requests, needs_all=True))
+        hidden = self._model.forward(self._batch(num_tokens, num_requests, num_decodes=0, needs_all=True))
         if num_tokens <= self._limits.num_logits:
             self._logits(hidden, "scored_rows", 0, num_tokens)
 
@@ -167,10 +167,12 @@ class ModelRunner:
         for start in range(0, num_rows, step):
             consume(self._logits(hidden, rows, start, min(start + step, num_rows)), start)
 
-    def _launch(self, key: GraphKey, *, needs_all: bool = False) -> StepResult:
+    def _launch(self, key: GraphKey, *, num_decodes: int = 0, needs_all: bool = False) -> StepResult:
         num_tokens, num_requests, num_logits = key
-        is_decode = num_tokens == num_requests  # all tokens are last ones
-        hidden = self._model.forward(self._batch(num_tokens, num_requests, needs_all=needs_all or is_decode))
+        if num_tokens == num_requests:
+            num_decodes, needs_all = num_requests, True  # all tokens are last ones
+        batch = self._batch(num_tokens, num_requests, num_decodes=num_decodes, needs_all=needs_all)
+        hidden = self._model.forward(batch)
         return StepResult(hidden, self._logits(hidden, "sampled_rows", 0, num_logits) if num_logits else None)
 
     def _graph_key(self, num_tokens: int, num_requests: int, num_logits: int) -> GraphKey | None:
@@ -209,7 +211,9 @@ class ModelRunner:
         host["last_rows"][num_requests:requests] = -1
         host["sampled_rows"][num_logits:logits] = -1
 
-    def _batch(self, num_tokens: int, num_requests: int, *, needs_all: bool) -> ForwardBatch:
+    def _batch(
+        self, num_tokens: int, num_requests: int, *, num_decodes: int, needs_all: bool
+    ) -> ForwardBatch:
         self._arena.reset()
         tensors = self.staging.tensors
         return ForwardBatch(
@@ -222,6 +226,7 @@ class ModelRunner:
             kv=self._storage.layers,
             arena=self._arena,
             one_each=self._one_each.rows(num_requests + 1),
+            num_decodes=num_decodes,
             last_rows=None if needs_all else tensors["last_rows"].rows(num_requests),
         )
 

@@ -99,6 +99,7 @@ class Layer:
             tensors = {name: device.from_numpy(array) for name, array in inputs.items()}
             layout = {name: tensors.pop(name) for name in ("block_tables", "query_start_loc", "seq_lens")}
             write(**tensors, kv=kv, kv_block_stride=facts.block_bytes, out=q)
+            layout["num_decodes"] = next((i for i, (_, new) in enumerate(step) if new > 1), len(step))
             attend(q=q, kv=kv, kv_block_stride=facts.block_bytes, **layout, out=out)
             device.stream.synchronize()
             for (r, new), start in zip(step, starts, strict=False):
@@ -218,6 +219,7 @@ def test_reads_outside_of_the_cache_are_errors(threads: int, table: list[int], m
         "out": np.zeros((1, width), np.float32),
     }
     tensors = {key: device.from_numpy(array) for key, array in arguments.items()}
-    bind(paged_attention, layer.attention, device)(**tensors, kv_block_stride=facts.block_bytes)
+    attend = bind(paged_attention, layer.attention, device)
+    attend(**tensors, kv_block_stride=facts.block_bytes, num_decodes=1)
     with pytest.raises(KernelError, match=message):
         device.stream.synchronize()

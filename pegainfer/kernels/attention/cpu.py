@@ -30,6 +30,7 @@ def _bind(facts: AttentionFacts, device: Device) -> Launcher | None:
         block_tables: Tensor,
         query_start_loc: Tensor,
         seq_lens: Tensor,
+        num_decodes: int,
         out: Tensor,
     ) -> None:
         kernel(

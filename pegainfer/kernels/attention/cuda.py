@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pegainfer.kernels.cuda_source import cuda_device, type_define
@@ -83,6 +84,10 @@ def hopper_prefill_source(facts: AttentionFacts, *, split: bool) -> KernelSource
     return KernelSource.of("attention/prefill_sm90.cu", SPLIT=int(split), **_shape_defines(facts))
 
 
+_Prefill = Callable[..., None]
+"""Attention of `num_tokens` tokens: the requests' part of `query_start_loc` leads into all of `q`."""
+
+
 def _bind_generic(facts: AttentionFacts, gpu: CudaDevice) -> Launcher:
     kernel = gpu.kernel(generic_source(facts), "paged_attention_generic", signature="ppppppppppif")
     stream = gpu.stream.handle
@@ -95,6 +100,7 @@ def _bind_generic(facts: AttentionFacts, gpu: CudaDevice) -> Launcher:
         block_tables: Tensor,
         query_start_loc: Tensor,
         seq_lens: Tensor,
+        num_decodes: int,
         out: Tensor,
     ) -> None:
         kernel.launch(
@@ -118,7 +124,7 @@ def _bind_generic(facts: AttentionFacts, gpu: CudaDevice) -> Launcher:
     return launch
 
 
-def _bind_prefill(facts: AttentionFacts, gpu: CudaDevice) -> Launcher:
+def _bind_prefill(facts: AttentionFacts, gpu: CudaDevice) -> _Prefill:
     group = facts.num_heads // facts.num_kv_heads
     kernel = gpu.kernel(
         prefill_source(facts),
@@ -136,12 +142,13 @@ def _bind_prefill(facts: AttentionFacts, gpu: CudaDevice) -> Launcher:
         block_tables: Tensor,
         query_start_loc: Tensor,
         seq_lens: Tensor,
+        num_tokens: int,
         out: Tensor,
     ) -> None:
         num_requests = seq_lens.shape[0]
         kernel.launch(
             stream,
-            (q.shape[0] * group // _PREFILL_ROWS + num_requests, facts.num_kv_heads),
+            (num_tokens * group // _PREFILL_ROWS + num_requests, facts.num_kv_heads),
             _PREFILL_THREADS,
             q.data_ptr,
             q.strides[0],
@@ -160,7 +167,7 @@ def _bind_prefill(facts: AttentionFacts, gpu: CudaDevice) -> Launcher:
     return launch
 
 
-def _bind_hopper_prefill(facts: AttentionFacts, gpu: CudaDevice) -> Launcher | None:
+def _bind_hopper_prefill(facts: AttentionFacts, gpu: CudaDevice) -> _Prefill | None:
     if gpu.capability != (9, 0) or facts.head_dim != 128 or not _divides_tile(facts.block_size):
         return None
     group, width, row_bytes = facts.num_heads // facts.num_kv_heads, facts.head_dim, facts.head_dim * 2
@@ -189,10 +196,11 @@ def _bind_hopper_prefill(facts: AttentionFacts, gpu: CudaDevice) -> Launcher | N
         block_tables: Tensor,
         query_start_loc: Tensor,
         seq_lens: Tensor,
+        num_tokens: int,
         out: Tensor,
     ) -> None:
         num_requests = seq_lens.shape[0]
-        tiles = q.shape[0] * group // _PREFILL_ROWS + num_requests
+        tiles = num_tokens * group // _PREFILL_ROWS + num_requests
         shares = min(max(num_places // (tiles * facts.num_kv_heads), 1), _MAX_PREFILL_SHARES)
         kernel = whole if shares == 1 else split
         boxes = gpu.tensor_map(
@@ -327,20 +335,23 @@ def _bind(facts: AttentionFacts, device: Device) -> Launcher | None:
         block_tables: Tensor,
         query_start_loc: Tensor,
         seq_lens: Tensor,
+        num_decodes: int,
         out: Tensor,
     ) -> None:
-        if q.shape[0] == seq_lens.shape[0] <= _MAX_REQUESTS:
-            decode.launch(q, kv, kv_block_stride, block_tables, seq_lens, out)
-            return
-        prefill(
-            q=q,
-            kv=kv,
-            kv_block_stride=kv_block_stride,
-            block_tables=block_tables,
-            query_start_loc=query_start_loc,
-            seq_lens=seq_lens,
-            out=out,
-        )
+        count, total = min(num_decodes, _MAX_REQUESTS), seq_lens.shape[0]
+        if count:
+            decode.launch(q, kv, kv_block_stride, block_tables.rows(count), seq_lens.rows(count), out)
+        if count < total:
+            prefill(
+                q=q,
+                kv=kv,
+                kv_block_stride=kv_block_stride,
+                block_tables=block_tables.slice(0, count, total),
+                query_start_loc=query_start_loc.slice(0, count, total + 1),
+                seq_lens=seq_lens.slice(0, count, total),
+                num_tokens=q.shape[0] - count,
+                out=out,
+            )
 
     return launch
 
