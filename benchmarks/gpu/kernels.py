@@ -5,7 +5,7 @@ the share of what this GPU does at best (a copy, a read and an 8192^3 product me
 
 Groups:
   matrices    each weight matrix by number of rows; weights rotate, so that they are never in the L2 cache.
-              Few rows run fused with their norm and gate, more run the product alone.
+              Some numbers of rows run fused with their norm and gate, others run the product alone.
   chain       norms, matrices and gates of all layers and the head, as a step of one token per row has them
   attention   decode over caches that rotate like the weights; prompts; a step of both
   small       norm, rotation with the cache write, gate, embedding, gather, over inputs just written
@@ -80,7 +80,8 @@ def matrices(model: Model) -> Iterator[Row]:
             out = watch.random((rows, matrix.columns(rows)), matrix.facts.out_dtype)
             launch = matrix.product
             if matrix.is_fused(rows):
-                launch = partial(matrix.fused, norm=norm)
+                normed = watch.random(x.shape, matrix.facts.act)
+                launch = partial(matrix.fused, norm=norm, normed=normed)
             calls = [partial(launch, x=x, weight=w, out=out, bias=matrix.bias) for w in matrix.weights]
             kind = " fused" if matrix.is_fused(rows) else ""
             yield Row("matrices", f"{name} x{rows}{kind}", *matrix.cost(rows), watch.time(calls))
@@ -98,7 +99,7 @@ def chain(model: Model) -> Iterator[Row]:
         def behind_norm(matrix: Matrix, layer: int, out: Tensor) -> None:
             arguments = {"weight": matrix.weights[layer], "bias": matrix.bias}
             if matrix.is_fused(hidden.shape[0]):
-                matrix.fused(x=hidden, norm=weight, out=out, **arguments)
+                matrix.fused(x=hidden, norm=weight, normed=normed, out=out, **arguments)
                 return
             norm(x=hidden, weight=weight, out=normed)
             matrix.product(x=normed, out=wide if matrix is gate_up else out, **arguments)

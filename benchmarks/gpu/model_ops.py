@@ -42,7 +42,7 @@ class Matrix:
 
     def is_fused(self, rows: int) -> bool:
         """Whether norm and gate are part of the launch."""
-        return self.fused is not None and rows <= self.fused.max_rows
+        return self.fused is not None and self.fused.serves(rows)
 
     def columns(self, rows: int) -> int:
         """Width of the output."""

@@ -45,13 +45,14 @@ class NormedLinear:
         """`x` `[T, in_features]`; `normed` (like `x`) and, when gated, `wide` (like the linear's output) are
         scratch.
         """
-        if self._fused is not None and x.shape[0] <= self._fused.max_rows:
+        if self._fused is not None and self._fused.serves(x.shape[0]):
             bias = self._linear.packed_bias
             self._fused(
                 x=x,
                 norm=self._norm.weight.tensor,
                 weight=self._linear.packed_weight.tensor,
                 bias=None if bias is None else bias.tensor,
+                normed=normed,
                 out=out,
             )
             return

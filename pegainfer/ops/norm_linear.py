@@ -1,8 +1,9 @@
-"""RMSNorm, a multiplication and, where it is gated, SwiGLU in one: what a device may fuse for few rows.
+"""RMSNorm, a multiplication and, where it is gated, SwiGLU in one: what a device may fuse.
 
 `out = linear(rms_norm(x))`, or with `gated`, where the weight has gate rows, then up rows,
-`out = silu(gate) * up`. The weight is the packed weight of the device's `linear` over the same matrix. A
-provider's launcher has `max_rows`: with more rows the parts are launched one by one.
+`out = silu(gate) * up`. The weight is the packed weight of the device's `linear` over the same matrix;
+`normed` is scratch. A provider's launcher has `serves(rows)`: for other numbers of rows the parts are launched
+one by one.
 """
 
 from __future__ import annotations
@@ -53,17 +54,16 @@ def _reference(
     x: Array,  # [T, in_features]
     norm: Array,  # float32 [in_features]
     weight: Array,  # uint8
+    normed: Array,  # [T, in_features]
     bias: Array | None = None,  # float32, one per row of the weight
     out: Array,  # [T, out_features]
 ) -> None:
-    normed, wide = (
+    exact, wide = (
         np.zeros(x.shape, np.float32),
         np.zeros((x.shape[0], facts.linear.out_features), np.float32),
     )
-    rms_norm.reference(
-        RmsNormFacts(facts.in_features, facts.eps, DType.float32), x=x, weight=norm, out=normed
-    )
-    linear.reference(facts.linear, x=normed, weight=weight, bias=bias, out=wide)
+    rms_norm.reference(RmsNormFacts(facts.in_features, facts.eps, DType.float32), x=x, weight=norm, out=exact)
+    linear.reference(facts.linear, x=exact, weight=weight, bias=bias, out=wide)
     half = facts.out_features
     out[...] = silu(wide[:, :half]) * wide[:, half:] if facts.gated else wide
 
@@ -100,6 +100,8 @@ def _cases(rng: np.random.Generator) -> Iterator[Case[NormLinearFacts]]:
         (bf16, 64, 4096, 250, True, True, None),
         (bf16, 100, 576, 1536, True, False, None),
         (bf16, 128, 320, 90, True, True, None),
+        (bf16, 1300, 192, 1400, True, False, None),  # fills the multiprocessors of a large GPU
+        (bf16, 2800, 64, 1320, True, True, None),
         (fp8, 1, 2560, 640, False, False, None),
         (fp8, 3, 128, 70, False, True, None),
         (fp8, 8, 640, 384, True, False, None),
@@ -114,6 +116,7 @@ def _cases(rng: np.random.Generator) -> Iterator[Case[NormLinearFacts]]:
             "x": rng.normal(0, 2, (rows, columns)).astype(facts.act.numpy),
             "norm": rng.normal(1, 0.2, columns).astype(np.float32),
             "weight": _LinearWeight(random_weight(rng, facts.format, weight_rows, columns)),
+            "normed": np.zeros((rows, columns), facts.act.numpy),
             "out": np.zeros((rows, outputs), facts.linear.out_dtype.numpy),
         }
         if has_bias:

@@ -41,13 +41,16 @@ def test_products_keep_nothing_per_size() -> None:
     gated: Any = bind(
         norm_linear, NormLinearFacts(COLUMNS, OUTPUTS, WeightFormat.bf16, bf16, 1e-6, gated=True), gpu
     )
-    x, out = gpu.empty((8192, COLUMNS), bf16), gpu.empty((8192, OUTPUTS), bf16)
+    x, normed = (gpu.empty((8192, COLUMNS), bf16) for _ in range(2))
+    out = gpu.empty((8192, OUTPUTS), bf16)
     weight, norm = gpu.empty((2 * OUTPUTS * COLUMNS * 2,), DType.uint8), gpu.empty((COLUMNS,), DType.float32)
 
     def launch(rows: int) -> None:
         plain(x=x.rows(rows), weight=weight, out=out.rows(rows))
-        if rows <= gated.max_rows:
-            gated(x=x.rows(rows), norm=norm, weight=weight, out=out.rows(rows))
+        if gated.serves(rows):
+            gated(x=x.rows(rows), norm=norm, weight=weight, normed=normed.rows(rows), out=out.rows(rows))
 
-    assert gated.max_rows == 128
+    assert gated.serves(128)
+    assert not gated.serves(129)
+    assert gated.serves(8192)
     assert grown_by(launch) < 20_000

@@ -1,4 +1,4 @@
-"""Dense products on a GPU: our own kernels for few rows, cuBLASLt above.
+"""Dense products on a GPU: our own kernels for few rows and, on Hopper, for many; cuBLASLt for the others.
 
 Weights are row-major in the activation type; quantised ones are expanded when they are packed, but for fp8
 ones of usual sizes (see `fp8`).
@@ -17,6 +17,7 @@ from pegainfer.kernels.cuda_source import cuda_device, type_define
 from pegainfer.kernels.linear.fp8 import Fp8Linear, Fp8NormLinear
 from pegainfer.kernels.linear.hopper import HopperGemm
 from pegainfer.kernels.linear.skinny import MAX_ROWS, SkinnyGemm
+from pegainfer.kernels.linear.tall import TallGemm
 from pegainfer.ops.linear import LinearFacts, linear
 from pegainfer.ops.norm import RmsNormFacts, rms_norm
 from pegainfer.ops.norm_linear import NormLinearFacts, norm_linear
@@ -88,6 +89,15 @@ class CudaLinear:
                 k=facts.in_features,
                 accumulate=facts.accumulate,
             )
+        self._tall: TallGemm | None = None
+        if TallGemm.serves(gpu, facts.act, facts.out_features, facts.in_features, self._out):
+            self._tall = TallGemm(
+                gpu,
+                facts.act,
+                n=facts.out_features,
+                k=facts.in_features,
+                accumulate=facts.accumulate,
+            )
         self._product = Product(facts.out_features, facts.in_features, facts.act, self._out, facts.accumulate)
         if facts.act is not DType.float32:
             gpu.products.add(self._product)
@@ -111,6 +121,9 @@ class CudaLinear:
             return
         if self._hopper is not None and rows <= self._hopper.max_rows:
             self._hopper(x, weight, out, bias=bias)
+            return
+        if self._tall is not None and self._tall.suits(rows):
+            self._tall(x, weight, out, bias=bias)
             return
         lt, addresses = self._gpu.cublaslt, (x.data_ptr, weight.data_ptr, out.data_ptr)
         plan = lt.plan(self._product, rows, x_stride=x.strides[0], out_stride=out.strides[0])
@@ -147,34 +160,48 @@ class CudaNormLinear:
         self._eps = facts.eps
         n, k, out = facts.out_features, facts.in_features, facts.out or facts.act
         self._skinny = SkinnyGemm(gpu, facts.act, n=n, k=k, norm=True, gated=facts.gated, out=out)
-        self.max_rows = self._skinny_rows = MAX_ROWS
-        if not HopperGemm.serves(gpu, facts.act, n, k, out):
-            return
-        self._hopper = HopperGemm(gpu, facts.act, n=n, k=k, gated=facts.gated)
-        if self._hopper.max_rows:
-            self.max_rows, self._skinny_rows = self._hopper.max_rows, _BETTER_FUSED_ROWS
-            self._norm = bind(rms_norm, RmsNormFacts(k, facts.eps, facts.act), gpu)
-            nbytes = self.max_rows * k * facts.act.itemsize
-            memory = gpu.workspace("norm-linear-normed", nbytes)
-            self._normed = Tensor(memory.storage, facts.act, (self.max_rows, k))
+        self._norm = bind(rms_norm, RmsNormFacts(k, facts.eps, facts.act), gpu)
+        self._skinny_rows, self._hopper_rows = MAX_ROWS, 0
+        self._hopper: HopperGemm | None = None
+        if HopperGemm.serves(gpu, facts.act, n, k, out):
+            self._hopper = HopperGemm(gpu, facts.act, n=n, k=k, gated=facts.gated)
+            self._hopper_rows = self._hopper.max_rows
+            if self._hopper_rows:
+                self._skinny_rows = _BETTER_FUSED_ROWS
+        self._tall: TallGemm | None = None
+        if facts.gated and TallGemm.serves(gpu, facts.act, n, k, out):
+            self._tall = TallGemm(gpu, facts.act, n=n, k=k, gated=True)
+
+    def serves(self, rows: int) -> bool:
+        """Whether it is the way to compute so many rows."""
+        few = rows <= max(self._skinny_rows, self._hopper_rows)
+        return few or (self._tall is not None and self._tall.suits(rows))
 
     def __call__(
-        self, *, x: Tensor, norm: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None
+        self,
+        *,
+        x: Tensor,
+        norm: Tensor,
+        weight: Tensor,
+        normed: Tensor,
+        out: Tensor,
+        bias: Tensor | None = None,
     ) -> None:
-        """Enqueue the fused product of at most `max_rows` rows."""
+        """Enqueue the fused product of a number of rows that it serves."""
         rows = x.shape[0]
         if rows <= self._skinny_rows:
             self._skinny(x, weight, out, bias=bias, norm_weight=norm, eps=self._eps)
             return
-        normed = self._normed.rows(rows)
         self._norm(x=x, weight=norm, out=normed)
-        self._hopper(normed, weight, out, bias=bias)
+        product = self._hopper if rows <= self._hopper_rows else self._tall
+        assert product is not None
+        product(normed, weight, out, bias=bias)
 
 
 @norm_linear.provider("cuda", DeviceKind.cuda)
 def _bind_norm(facts: NormLinearFacts, device: Device) -> Launcher | None:
     if Fp8Linear.serves(facts.linear):
-        return Fp8NormLinear(facts, cuda_device(device)) if Fp8NormLinear.serves(facts) else None
+        return Fp8NormLinear(facts, cuda_device(device)) if Fp8NormLinear.handles(facts) else None
     if not SkinnyGemm.serves(facts.act, facts.in_features):
         return None
     return CudaNormLinear(facts, cuda_device(device))

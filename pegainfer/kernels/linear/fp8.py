@@ -168,8 +168,6 @@ class Fp8Linear:
 class Fp8NormLinear:
     """The launcher of the op `norm_linear`, over what `Fp8Linear` packs."""
 
-    max_rows = _KERNEL_ROWS
-
     def __init__(self, facts: NormLinearFacts, gpu: CudaDevice) -> None:
         self._eps = facts.eps
         self._skinny = _SkinnyFp8(
@@ -183,12 +181,23 @@ class Fp8NormLinear:
         )
 
     @staticmethod
-    def serves(facts: NormLinearFacts) -> bool:
+    def handles(facts: NormLinearFacts) -> bool:
         """Whether the kernel handles these facts: gate and up rows must not share a block."""
         return Fp8Linear.serves(facts.linear) and (not facts.gated or facts.out_features % FP8_BLOCK == 0)
 
+    def serves(self, rows: int) -> bool:
+        """Whether it computes so many rows."""
+        return rows <= _KERNEL_ROWS
+
     def __call__(
-        self, *, x: Tensor, norm: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None
+        self,
+        *,
+        x: Tensor,
+        norm: Tensor,
+        weight: Tensor,
+        normed: Tensor,
+        out: Tensor,
+        bias: Tensor | None = None,
     ) -> None:
-        """Enqueue the fused product of at most `max_rows` rows."""
+        """Enqueue the fused product of a number of rows that it serves."""
         self._skinny(x, weight, out, bias=bias, norm_weight=norm, eps=self._eps)

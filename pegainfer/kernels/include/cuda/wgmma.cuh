@@ -179,6 +179,16 @@ __device__ __forceinline__ void copy_rows(uint32_t target, const TensorMap& map,
       : "memory");
 }
 
+// The same to the same place in every block of the cluster that `blocks` has a bit for; each one's barrier counts.
+__device__ __forceinline__ void copy_rows_to(int blocks, uint32_t target, const TensorMap& map, int column, int row,
+                                             uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+      "[%1, {%3, %4}], [%2], %5;" ::"r"(target),
+      "l"(&map), "r"(barrier), "r"(column), "r"(row), "h"((unsigned short)blocks)
+      : "memory");
+}
+
 // Wait until the phase with this parity has ended.
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity) {
   int done = 0;
@@ -205,6 +215,11 @@ __device__ __forceinline__ uint32_t address_in(uint32_t address, int rank) {
   uint32_t there;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
   return there;
+}
+
+// Arrive at a barrier of any block of the cluster. Releases nothing to other blocks: that would cost most of a microsecond.
+__device__ __forceinline__ void barrier_arrive_in(uint32_t address) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address) : "memory");
 }
 
 __device__ __forceinline__ void add_shared(float2& sum, uint32_t address) {
