@@ -2,8 +2,7 @@
 
 `out = linear(rms_norm(x))`, or with `gated`, where the weight has gate rows, then up rows,
 `out = silu(gate) * up`. The weight is the packed weight of the device's `linear` over the same matrix;
-`normed` is scratch. A provider's launcher has `serves(rows)`: for other numbers of rows the parts are launched
-one by one.
+`normed` is scratch. A provider's launcher has `serves(rows)`: other numbers of rows take one launch a part.
 """
 
 from __future__ import annotations

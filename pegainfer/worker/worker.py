@@ -144,16 +144,18 @@ class Worker:
     def _launch(self, plan: StepPlan) -> _InFlight:
         layout = self._batch.prepare(plan.scheduled, self._runner.staging)
         scores = self._scores_prompts(layout)
+        # Before the forward, so that all inputs are on the device when it begins: a copy between two kernels
+        # leaves the device idle.
+        rows = layout.rows[layout.sampling]
+        sampling = self._sampler.begin(rows, self._batch) if len(rows) else None
         result = self._runner.forward(layout, self._sampler.feed, needs_all=scores)
-        sampled = self._sample(layout, result) if len(layout.sampling) else None
+        sampled = self._sample(sampling, rows, result) if sampling is not None else None
         prompt = self._score_prompts(layout, result.hidden) if scores else None
         done = self._device.download([]) if sampled is None and prompt is None else None
         return _InFlight(plan, layout, sampled, prompt, done)
 
-    def _sample(self, layout: StepLayout, result: StepResult) -> _SampledTokens:
-        """Enqueue the sampling of a step; its tokens are pending in their rows from now on."""
-        rows = layout.rows[layout.sampling]
-        step = self._sampler.begin(rows, self._batch)
+    def _sample(self, step: SamplingStep, rows: IntArray, result: StepResult) -> _SampledTokens:
+        """Enqueue the sampling of `rows`; their tokens are pending from now on."""
         if result.logits is not None:
             self._sampler.sample(step, result.logits)
         else:

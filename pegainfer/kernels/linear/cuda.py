@@ -1,4 +1,4 @@
-"""Dense products on a GPU: our own kernels for few rows and, on Hopper, for many; cuBLASLt for the others.
+"""Dense products on a GPU: our own kernels for few rows and for gates, cuBLASLt for everything else.
 
 Weights are row-major in the activation type; quantised ones are expanded when they are packed, but for fp8
 ones of usual sizes (see `fp8`).
@@ -15,9 +15,9 @@ import numpy as np
 
 from pegainfer.kernels.cuda_source import cuda_device, type_define
 from pegainfer.kernels.linear.fp8 import Fp8Linear, Fp8NormLinear
+from pegainfer.kernels.linear.gated import GatedGemm
 from pegainfer.kernels.linear.hopper import HopperGemm
 from pegainfer.kernels.linear.skinny import MAX_ROWS, SkinnyGemm
-from pegainfer.kernels.linear.tall import TallGemm
 from pegainfer.ops.linear import LinearFacts, linear
 from pegainfer.ops.norm import RmsNormFacts, rms_norm
 from pegainfer.ops.norm_linear import NormLinearFacts, norm_linear
@@ -89,15 +89,6 @@ class CudaLinear:
                 k=facts.in_features,
                 accumulate=facts.accumulate,
             )
-        self._tall: TallGemm | None = None
-        if TallGemm.serves(gpu, facts.act, facts.out_features, facts.in_features, self._out):
-            self._tall = TallGemm(
-                gpu,
-                facts.act,
-                n=facts.out_features,
-                k=facts.in_features,
-                accumulate=facts.accumulate,
-            )
         self._product = Product(facts.out_features, facts.in_features, facts.act, self._out, facts.accumulate)
         if facts.act is not DType.float32:
             gpu.products.add(self._product)
@@ -121,9 +112,6 @@ class CudaLinear:
             return
         if self._hopper is not None and rows <= self._hopper.max_rows:
             self._hopper(x, weight, out, bias=bias)
-            return
-        if self._tall is not None and self._tall.suits(rows):
-            self._tall(x, weight, out, bias=bias)
             return
         lt, addresses = self._gpu.cublaslt, (x.data_ptr, weight.data_ptr, out.data_ptr)
         plan = lt.plan(self._product, rows, x_stride=x.strides[0], out_stride=out.strides[0])
@@ -168,14 +156,14 @@ class CudaNormLinear:
             self._hopper_rows = self._hopper.max_rows
             if self._hopper_rows:
                 self._skinny_rows = _BETTER_FUSED_ROWS
-        self._tall: TallGemm | None = None
-        if facts.gated and TallGemm.serves(gpu, facts.act, n, k, out):
-            self._tall = TallGemm(gpu, facts.act, n=n, k=k, gated=True)
+        self._gated: GatedGemm | None = None
+        if facts.gated and GatedGemm.serves(gpu, facts.act, n, k, out):
+            self._gated = GatedGemm(gpu, facts.act, n=n, k=k)
 
     def serves(self, rows: int) -> bool:
         """Whether it is the way to compute so many rows."""
         few = rows <= max(self._skinny_rows, self._hopper_rows)
-        return few or (self._tall is not None and self._tall.suits(rows))
+        return few or (self._gated is not None and self._gated.suits(rows))
 
     def __call__(
         self,
@@ -193,7 +181,7 @@ class CudaNormLinear:
             self._skinny(x, weight, out, bias=bias, norm_weight=norm, eps=self._eps)
             return
         self._norm(x=x, weight=norm, out=normed)
-        product = self._hopper if rows <= self._hopper_rows else self._tall
+        product = self._hopper if rows <= self._hopper_rows else self._gated
         assert product is not None
         product(normed, weight, out, bias=bias)
 

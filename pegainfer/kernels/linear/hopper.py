@@ -30,7 +30,7 @@ _CLUSTERS_OF_4 = 0.92 / 4
 
 _X_COST = 0.6
 """Of a byte of x, which comes from the L2 cache, in bytes of weights."""
-_MEETING_COST = 40_000
+_MEETING_COST = 60_000
 """Of adding up what a cluster has, in bytes of weights that a block could have read meanwhile."""
 _PARTIAL_COST = 1.7
 """Of a byte of partial sums, likewise. All costs are fitted to times measured on an H200."""

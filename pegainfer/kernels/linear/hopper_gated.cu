@@ -1,24 +1,23 @@
-// out[M, N] (+)= x[M, K] * weight[N, K]^T for many rows on Hopper; with GATED 1 the weight holds N gate rows, then N up rows,
-// and out = silu(x * gate^T) * (x * up^T).
+// out[M, N] = silu(x[M, K] * gate[N, K]^T) * (x * up[N, K]^T) for many rows on Hopper; the weight holds the gate rows, then
+// the up rows.
 //
-// A tile is 128 rows of x and 256 rows of the weight: of neighbouring columns of out, or the gate and up rows of 128 columns,
-// which meet in the registers of one thread. Two blocks of a cluster take tiles below one another and copy half of the
-// weights each, to both. Blocks stay and take tile after tile: one thread copies boxes of 64 columns into a ring of stages
-// that runs on from tile to tile, and of the two warpgroups that multiply, 64 rows each, one multiplies while the other
-// writes its results.
+// A tile is 128 rows of x and the gate and up rows of 128 columns of out, which meet in the registers of one thread: the
+// 2 N columns of the product never exist in memory. Two blocks of a cluster take tiles below one another and copy half of
+// the weights each, to both. Blocks stay and take tile after tile: one thread copies boxes of 64 columns into a ring of
+// stages that runs on from tile to tile, and of the two warpgroups that multiply, 64 rows each, one multiplies while the
+// other writes its results.
 //
-// Needs K % 8 == 0, N % 8 == 0, 16-byte aligned rows, no more clusters than tiles. Defines: GATED.
+// Needs K % 8 == 0, N % 8 == 0, 16-byte aligned rows, no more clusters than tiles.
 #include "cuda/wgmma.cuh"
 
 using namespace pega;
 
 constexpr int STAGES = 4;
-constexpr int TOKENS = 128, WIDTH = 256;                  // rows of x and of the weight, a tile
-constexpr int HALF = WIDTH / 2;
-constexpr int COLUMNS = GATED ? HALF : WIDTH;             // of out, a tile
+constexpr int TOKENS = 128, COLUMNS = 128;                // of out, a tile
+constexpr int WIDTH = 2 * COLUMNS;                        // of its products
 constexpr int CHUNK = 64;                                 // columns of x and the weight, a stage
 constexpr int CHUNK_BYTES = CHUNK * 2;
-constexpr int X_BYTES = TOKENS * CHUNK_BYTES, HALF_BYTES = HALF * CHUNK_BYTES;
+constexpr int X_BYTES = TOKENS * CHUNK_BYTES, HALF_BYTES = COLUMNS * CHUNK_BYTES;
 constexpr int STAGE_BYTES = X_BYTES + 2 * HALF_BYTES;
 constexpr int BARRIERS_AT = STAGES * STAGE_BYTES;         // full [STAGES], free [STAGES]
 constexpr int COPIERS = 128, COMPUTERS = 256;             // threads
@@ -60,9 +59,8 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&words)[4], int t) {
 }
 
 extern "C" __global__ void __launch_bounds__(COPIERS + COMPUTERS, 1)
-    hopper_tall(const __grid_constant__ TensorMap x_boxes, const __grid_constant__ TensorMap weight_boxes,
-                 const float* __restrict__ bias, act_t* __restrict__ out, int64_t out_stride, int m, int n, int num_chunks,
-                int accumulate) {
+    hopper_gated(const __grid_constant__ TensorMap x_boxes, const __grid_constant__ TensorMap weight_boxes,
+                 const float* __restrict__ bias, act_t* __restrict__ out, int64_t out_stride, int m, int n, int num_chunks) {
   release_successor();
   extern __shared__ __align__(1024) uint8_t memory[];
   const uint32_t shared = (shared_address(memory) + 1023) & ~1023u;
@@ -72,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(COPIERS + COMPUTERS, 1)
   const int num_tiles = rows * columns;
 
   auto copy_weights = [&](Tile tile, int chunk, int stage) {
-    const int row = tile.column * COLUMNS + rank * (GATED ? n : HALF);
+    const int row = tile.column * COLUMNS + rank * n;
     copy_rows_to((1 << CLUSTER) - 1, shared + stage * STAGE_BYTES + X_BYTES + rank * HALF_BYTES, weight_boxes, chunk * CHUNK,
                  row, full + stage * 8);
   };
@@ -163,44 +161,29 @@ extern "C" __global__ void __launch_bounds__(COPIERS + COMPUTERS, 1)
       if (bias != nullptr) {
 #pragma unroll
         for (int j = 0; j < WIDTH / 8; ++j) {
-          const bool is_up = GATED && j >= HALF / 8;
-          const int at = column + (j - (is_up ? HALF / 8 : 0)) * 8 + 2 * t;
+          const int at = column + j % (COLUMNS / 8) * 8 + 2 * t;
           if (at >= n) continue;
-          const float2 add = *reinterpret_cast<const float2*>(bias + (is_up ? n : 0) + at);
+          const float2 add = *reinterpret_cast<const float2*>(bias + (j < COLUMNS / 8 ? 0 : n) + at);
           sums[4 * j] += add.x, sums[4 * j + 1] += add.y, sums[4 * j + 2] += add.x, sums[4 * j + 3] += add.y;
         }
       }
-      // Of 4 neighbouring blocks of 8 columns, each thread of a quad takes one to and from memory: 16 bytes.
+      // Of 4 neighbouring blocks of 8 columns, each thread of a quad collects one: 16 bytes to store.
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         act_t* target = out + (int64_t)(row + 8 * r) * out_stride + column;
-        auto exists = [&](int at) { return row + 8 * r < m && column + at < n; };
-        uint4 before[COLUMNS / 32] = {};
-        if (!GATED && accumulate) {
 #pragma unroll
-          for (int j = 0; j < COLUMNS / 32; ++j) {
-            const int at = (4 * j + t) * 8;
-            if (exists(at)) before[j] = *reinterpret_cast<const uint4*>(target + at);
-          }
-        }
-#pragma unroll
-        for (int j = 0; j < COLUMNS / 32; ++j) {
-          uint32_t mine[4], older[4] = {before[j].x, before[j].y, before[j].z, before[j].w};
-          if (!GATED && accumulate) transpose_quad(older, t);
+        for (int j = 0; j < COLUMNS / 8; j += 4) {
+          uint32_t mine[4];
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            const int from = 4 * (4 * j + i) + 2 * r;
-            if (GATED) {
-              const int up = from + WIDTH / 4;
-              mine[i] = gated_pair(sums[from], sums[from + 1], sums[up], sums[up + 1]);
-            } else {
-              const float2 add = unpack_pair(older[i]);
-              mine[i] = pack_pair(sums[from] + add.x, sums[from + 1] + add.y);
-            }
+            const int gate = 4 * (j + i) + 2 * r, up = gate + WIDTH / 4;
+            mine[i] = gated_pair(sums[gate], sums[gate + 1], sums[up], sums[up + 1]);
           }
           transpose_quad(mine, t);
-          const int at = (4 * j + t) * 8;
-          if (exists(at)) *reinterpret_cast<uint4*>(target + at) = make_uint4(mine[0], mine[1], mine[2], mine[3]);
+          const int at = (j + t) * 8;
+          if (row + 8 * r < m && column + at < n) {
+            *reinterpret_cast<uint4*>(target + at) = make_uint4(mine[0], mine[1], mine[2], mine[3]);
+          }
         }
       }
     }

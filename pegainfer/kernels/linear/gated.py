@@ -1,4 +1,4 @@
-"""The GPU product of many rows on Hopper: tiles that leave no multiprocessor idle, with the gate after it."""
+"""The GPU product of gate and up for many rows on Hopper, with the gate in its end."""
 
 from __future__ import annotations
 
@@ -12,53 +12,45 @@ from pegainfer.runtime.tensor import Tensor
 if TYPE_CHECKING:
     from pegainfer.runtime.cuda.device import CudaDevice
 
-__all__ = ["TallGemm", "share_of_work"]
+__all__ = ["GatedGemm", "share_of_work"]
 
-_STAGES = 4
-_ROWS, _WIDTH = 128, 256  # of x and of the weight, a tile
+_ROWS, _COLUMNS = 128, 128  # of the result, a tile
 _CLUSTER = 2
-_CHUNK = 64  # columns
-_SHARED = _STAGES * (_ROWS + _WIDTH) * _CHUNK * 2 + 2048  # and alignment, barriers
+_CHUNK = 64  # columns of x and the weight, a stage
+_STAGES = 4
+_SHARED = _STAGES * (_ROWS + 2 * _COLUMNS) * _CHUNK * 2 + 2048  # and alignment, barriers
 _THREADS = 384
 
-_LEAST_SHARE = {False: 0.93, True: 0.76}
-"""Of a launch's work that must be of use. Without a gate a library is as fast or faster below; with one it
-writes and reads twice as many columns, which takes a tenth of the time.
+_LEAST_SHARE = 0.76
+"""Of a launch's work that must be of use. Below, a library and a gate after it are faster, though that writes
+and reads twice as many columns.
 """
 
 
-def share_of_work(rows: int, n: int, *, gated: bool, clusters: int) -> float:
+def share_of_work(rows: int, n: int, clusters: int) -> float:
     """The part of what `clusters` clusters could compute for `[rows, n]` results, in as many rounds as they
     need, that they are asked for.
     """
-    height, width = _CLUSTER * _ROWS, _WIDTH // (2 if gated else 1)
-    rounds = -(-(-(-rows // height) * -(-n // width)) // clusters)
-    return rows * n / (rounds * clusters * height * width)
+    height = _CLUSTER * _ROWS
+    rounds = -(-(-(-rows // height) * -(-n // _COLUMNS)) // clusters)
+    return rows * n / (rounds * clusters * height * _COLUMNS)
 
 
-class TallGemm:
-    """`out[T, n] (+)= x[T, k] @ weight[n, k].T (+ bias)` for many rows, 16-bit activations; with `gated`, the
-    weight holds gate rows then up rows and `out = silu(gate) * up`.
+class GatedGemm:
+    """`out[T, n] = silu(x[T, k] @ gate[n, k].T) * (x @ up[n, k].T)` for many rows, 16-bit activations; the
+    weight holds gate rows then up rows.
     """
 
-    def __init__(
-        self,
-        gpu: CudaDevice,
-        act: DType,
-        *,
-        n: int,
-        k: int,
-        gated: bool = False,
-        accumulate: bool = False,
-    ) -> None:
+    def __init__(self, gpu: CudaDevice, act: DType, *, n: int, k: int) -> None:
         self._gpu = gpu
         self._act = act
         self._n, self._k = n, k
-        self._gated = gated
-        self._accumulate = int(accumulate)
-        source = KernelSource.of("linear/hopper_tall.cu", GATED=int(gated), **type_define("ACT", act))
         self._kernel = gpu.kernel(
-            source, "hopper_tall", signature="mmpppiiii", shared_bytes=_SHARED, cluster=_CLUSTER
+            KernelSource.of("linear/hopper_gated.cu", **type_define("ACT", act)),
+            "hopper_gated",
+            signature="mmpppiii",
+            shared_bytes=_SHARED,
+            cluster=_CLUSTER,
         )
         self._clusters = min(self._kernel.max_clusters(_THREADS), gpu.num_multiprocessors // _CLUSTER)
 
@@ -70,21 +62,18 @@ class TallGemm:
 
     def suits(self, rows: int) -> bool:
         """Whether it is the fastest for so many rows."""
-        share = share_of_work(rows, self._n, gated=self._gated, clusters=self._clusters)
-        return share >= _LEAST_SHARE[self._gated]
+        return share_of_work(rows, self._n, self._clusters) >= _LEAST_SHARE
 
     def __call__(self, x: Tensor, weight: Tensor, out: Tensor, *, bias: Tensor | None = None) -> None:
         """Enqueue the product for the rows of `x`."""
         rows, k, size = x.shape[0], self._k, self._act.itemsize
-        columns = _WIDTH // 2 if self._gated else _WIDTH
-        tiles = -(-rows // (_CLUSTER * _ROWS)) * -(-self._n // columns)
-        weight_rows = self._n * (2 if self._gated else 1)
+        tiles = -(-rows // (_CLUSTER * _ROWS)) * -(-self._n // _COLUMNS)
         boxes = (
             self._gpu.tensor_map(
                 x, self._act, sizes=(k, rows), strides=(x.strides[0] * size,), box=(_CHUNK, _ROWS)
             ),
             self._gpu.tensor_map(
-                weight, self._act, sizes=(k, weight_rows), strides=(k * size,), box=(_CHUNK, _WIDTH // 2)
+                weight, self._act, sizes=(k, 2 * self._n), strides=(k * size,), box=(_CHUNK, _COLUMNS)
             ),
         )
         self._kernel.launch(
@@ -98,5 +87,4 @@ class TallGemm:
             rows,
             self._n,
             -(-k // _CHUNK),
-            self._accumulate,
         )
