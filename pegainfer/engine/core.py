@@ -55,6 +55,7 @@ class EngineCore:
             max_model_len=info.max_model_len,
             max_num_seqs=config.scheduler.max_num_seqs,
             max_num_batched_tokens=info.max_num_batched_tokens,
+            max_num_mixed_tokens=info.max_num_mixed_tokens,
             enable_chunked_prefill=config.scheduler.enable_chunked_prefill,
             policy="priority" if config.scheduler.scheduling_policy == "priority" else "fcfs",
             eos_token_ids=frozenset(eos),

@@ -18,6 +18,7 @@ __all__ = [
     "chunk",
     "insert",
     "place",
+    "prompt_budget",
     "remove",
 ]
 
@@ -26,6 +27,9 @@ MAX_BYPASSES = 16
 MAX_SKIPPED = 8
 """How many requests that do not fit a step looks past."""
 
+_LEAST_PROMPT_SHARE = 4
+"""One in so many tokens of a mixed step may always be a prompt's."""
+
 _order = attrgetter("order")
 
 
@@ -33,13 +37,16 @@ _order = attrgetter("order")
 class SchedulerSettings:
     """The resolved limits of steps.
 
-    A request ends with the first of `eos_token_ids` unless it ignores them. `max_steps_in_flight` steps may
+    With chunked prefill a step that also decodes computes at most `max_num_mixed_tokens` (None: no limit of
+    its own), so that answers under way do not pause for long; however many decode, prompts get a share. A
+    request ends with the first of `eos_token_ids` unless it ignores them. `max_steps_in_flight` steps may
     be scheduled before the first is reported back.
     """
 
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_num_mixed_tokens: int | None = None
     enable_chunked_prefill: bool = True
     policy: Literal["fcfs", "priority"] = "fcfs"
     eos_token_ids: frozenset[int] = frozenset()
@@ -80,6 +87,14 @@ def chunk(num_remaining: int, budget: int, settings: SchedulerSettings) -> int:
     if settings.enable_chunked_prefill or num_remaining > settings.max_num_batched_tokens:
         return budget
     return 0
+
+
+def prompt_budget(num_decodes: int, budget: int, settings: SchedulerSettings) -> int:
+    """How many tokens of prompts a step takes that decodes `num_decodes` and has `budget` left."""
+    limit = settings.max_num_mixed_tokens
+    if limit is None or not num_decodes or not settings.enable_chunked_prefill:
+        return budget
+    return min(budget, max(limit - num_decodes, limit // _LEAST_PROMPT_SHARE, 1))
 
 
 def place(request: Request, index: int, settings: SchedulerSettings) -> tuple[int, int]:

@@ -32,6 +32,7 @@ from pegainfer.scheduler.policy import (
     chunk,
     insert,
     place,
+    prompt_budget,
     remove,
 )
 from pegainfer.scheduler.request import Request, RequestState
@@ -144,6 +145,7 @@ class Scheduler:
             self._admit(draft, now)
         if not draft.scheduled:
             self._decode(draft)
+            draft.budget = prompt_budget(len(draft.scheduled), draft.budget, self.settings)
             self._continue_prefill(draft)
             if not draft.is_short_of_blocks:
                 self._admit(draft, now)

@@ -15,9 +15,10 @@ class WorkerInfo:
     """What a worker decided while it was built.
 
     `vocab_size` is the width of the logits, `decodable_vocab_size` bounds the ids that may be sampled.
-    `num_blocks` KV blocks of `block_size` tokens exist, ids 0 to `num_blocks - 1`. `max_model_len` is
-    resolved. `max_steps_in_flight` is how many plans may be submitted before the first must be collected (1:
-    none overlaps). `phases` maps start-up phases to seconds.
+    `num_blocks` KV blocks of `block_size` tokens exist, ids 0 to `num_blocks - 1`. `max_model_len` and the
+    most tokens of a step, and of one that also decodes, are resolved. `max_steps_in_flight` is how many plans
+    may be submitted before the first must be collected (1: none overlaps). `phases` maps start-up phases to
+    seconds.
     """
 
     architecture: str
@@ -30,6 +31,7 @@ class WorkerInfo:
     decodable_vocab_size: int
     max_model_len: int
     max_num_batched_tokens: int
+    max_num_mixed_tokens: int
     block_size: int
     num_blocks: int
     kv_cache_bytes: int

@@ -40,6 +40,7 @@ _MIN_LOGITS_ROWS = 16
 _DEFAULT_BLOCK_SIZE = {DeviceKind.cpu: 16, DeviceKind.cuda: 32}
 """Tokens. With 16 prefill attention of a Hopper GPU takes 12% longer: copies of few rows hold it up."""
 _DEFAULT_STEP_TOKENS = {DeviceKind.cpu: 512, DeviceKind.cuda: 8192}
+_DEFAULT_MIXED_TOKENS = {DeviceKind.cpu: 512, DeviceKind.cuda: 2048}
 
 
 def build_worker(
@@ -106,6 +107,7 @@ def _build_worker(
             decodable_vocab_size=min(decodable_vocab_size or model.vocab_size, model.vocab_size),
             max_model_len=plan.max_model_len,
             max_num_batched_tokens=limits.num_tokens,
+            max_num_mixed_tokens=_mixed_tokens(config, limits, device),
             block_size=spec.block_size,
             num_blocks=plan.num_blocks,
             kv_cache_bytes=plan.num_blocks * spec.block_bytes,
@@ -200,6 +202,14 @@ def _step_limits(config: EngineConfig, model_config: ModelConfig, device: Device
         max_blocks=-(-context // _block_size(config, device)),
         num_logits=min(logits_rows, num_tokens),
     )
+
+
+def _mixed_tokens(config: EngineConfig, limits: StepLimits, device: Device) -> int:
+    scheduler = config.scheduler
+    wanted = scheduler.max_num_mixed_tokens
+    if wanted is None and scheduler.max_num_batched_tokens is None:
+        wanted = _DEFAULT_MIXED_TOKENS[device.kind]
+    return min(wanted or limits.num_tokens, limits.num_tokens)
 
 
 def _block_size(config: EngineConfig, device: Device) -> int:

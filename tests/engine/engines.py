@@ -48,6 +48,7 @@ def make_info(
         decodable_vocab_size=VOCAB_SIZE,
         max_model_len=max_model_len,
         max_num_batched_tokens=step_tokens,
+        max_num_mixed_tokens=step_tokens,
         block_size=16,
         num_blocks=num_blocks,
         kv_cache_bytes=0,

@@ -92,6 +92,21 @@ def test_dtype(format: str, option: str, dtype: str, kept: str) -> None:
     worker.close()
 
 
+@pytest.mark.parametrize(
+    ("options", "limits"),
+    [
+        ({"max_num_mixed_tokens": 100}, (512, 100)),
+        ({"max_num_batched_tokens": 64}, (64, 64)),
+        ({"max_num_batched_tokens": 900}, (900, 900)),  # asked for is asked for, beside decodes as well
+        ({"max_num_batched_tokens": 64, "max_num_mixed_tokens": 4000}, (64, 64)),
+    ],
+)
+def test_limits_of_steps(options: dict[str, int], limits: tuple[int, int]) -> None:
+    worker = make_worker(checkpoint(), max_model_len=300, num_gpu_blocks_override=40, **options)
+    assert (worker.info.max_num_batched_tokens, worker.info.max_num_mixed_tokens) == limits
+    worker.close()
+
+
 def test_info() -> None:
     worker = make_worker(checkpoint(), max_model_len=300, num_gpu_blocks_override=40)
     info = worker.info
@@ -101,7 +116,7 @@ def test_info() -> None:
         VOCAB,
     )
     assert (info.max_model_len, info.num_blocks, info.block_size) == (300, 40, 16)
-    assert info.max_num_batched_tokens == 512
+    assert (info.max_num_batched_tokens, info.max_num_mixed_tokens) == (512, 512)
     assert list(info.phases) == ["build model", "load weights", "allocate memory", "warm up"]
     assert all(seconds >= 0 for seconds in info.phases.values())
     assert info.weight_bytes >= 2 * info.num_parameters

@@ -33,6 +33,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_model_len=st.integers(8, 40),
         max_num_seqs=st.integers(1, 5),
         max_num_batched_tokens=st.integers(1, 16),
+        max_num_mixed_tokens=st.one_of(st.none(), st.integers(1, 16)),
         policy=st.sampled_from(["fcfs", "priority"]),
         enable_chunked_prefill=st.booleans(),
         enable_prefix_caching=st.booleans(),
