@@ -31,6 +31,8 @@ from pegainfer.worker.kv_storage import KvStorage
 from pegainfer.worker.memory import KvPlan, plan_memory, settle_memory
 from pegainfer.worker.model_runner import ModelRunner, StepLimits
 from pegainfer.worker.sampler import Sampler
+from pegainfer.worker.sampling_inputs import sampling_fields
+from pegainfer.worker.staging import StagingBuffer
 from pegainfer.worker.worker import Worker
 
 __all__ = ["bind_ops", "build_worker"]
@@ -64,7 +66,8 @@ def bind_ops(config: EngineConfig, checkpoint: Checkpoint, *, device: Device) ->
     model_config = read_config(checkpoint.config, architecture_of(checkpoint.config))
     dtype = _dtype(config, model_config, checkpoint)
     model = _build_model(config, model_config, checkpoint, device=device, dtype=dtype)
-    _make_sampler(config, device, vocab_size=model.vocab_size, decodable_vocab_size=model.vocab_size)
+    staging = StagingBuffer(device, sampling_fields(1))
+    _make_sampler(config, device, staging, vocab_size=model.vocab_size, decodable_vocab_size=model.vocab_size)
     return model
 
 
@@ -255,25 +258,33 @@ def _assemble(
     limits: StepLimits,
     info: WorkerInfo,
 ) -> Worker:
+    limits = dataclasses.replace(limits, max_blocks=batch.max_blocks)
+    staging = StagingBuffer(device, limits.staging_fields, copies=info.max_steps_in_flight)
     runner = ModelRunner(
         model,
         device,
         storage=storage,
-        limits=dataclasses.replace(limits, max_blocks=batch.max_blocks),
+        staging=staging,
+        limits=limits,
         use_graphs=not config.enforce_eager,
-        max_steps_in_flight=info.max_steps_in_flight,
     )
     sampler = _make_sampler(
-        config, device, vocab_size=info.vocab_size, decodable_vocab_size=info.decodable_vocab_size
+        config, device, staging, vocab_size=info.vocab_size, decodable_vocab_size=info.decodable_vocab_size
     )
     return Worker(runner, sampler, batch, device=device, info=info)
 
 
 def _make_sampler(
-    config: EngineConfig, device: Device, *, vocab_size: int, decodable_vocab_size: int
+    config: EngineConfig,
+    device: Device,
+    staging: StagingBuffer,
+    *,
+    vocab_size: int,
+    decodable_vocab_size: int,
 ) -> Sampler:
     return Sampler(
         device,
+        staging,
         vocab_size=vocab_size,
         decodable_vocab_size=decodable_vocab_size,
         max_num_seqs=config.scheduler.max_num_seqs,

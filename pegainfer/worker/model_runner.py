@@ -16,6 +16,7 @@ from pegainfer.runtime.tensor import Tensor
 from pegainfer.worker.graphs import GraphCache, GraphKey, coarse_size, padded_size
 from pegainfer.worker.input_batch import StepLayout
 from pegainfer.worker.kv_storage import KvStorage
+from pegainfer.worker.sampling_inputs import sampling_fields
 from pegainfer.worker.staging import StagingBuffer
 
 __all__ = ["ModelRunner", "StepLimits", "StepResult"]
@@ -36,7 +37,10 @@ class StepLimits:
 
     @property
     def staging_fields(self) -> dict[str, tuple[tuple[int, ...], DType]]:
-        """The arrays of a step, the requests' last rows, and the rows whose logits are wanted."""
+        """The arrays of a step, the requests' last rows, the rows whose logits are wanted, and what sampling
+        reads.
+        """
+        fields = sampling_fields(self.num_requests)
         shapes: dict[str, tuple[int, ...]] = {
             "token_ids": (self.num_tokens,),
             "positions": (self.num_tokens,),
@@ -49,7 +53,7 @@ class StepLimits:
             "scored_tokens": (self.num_tokens,),
             "block_tables": (self.num_requests, self.max_blocks),  # last: only its used rows travel
         }
-        return {name: (shape, DType.int32) for name, shape in shapes.items()}
+        return fields | {name: (shape, DType.int32) for name, shape in shapes.items()}
 
     def nbytes(self, model: Model) -> int:
         """Memory of the staging and of both arenas."""
@@ -76,16 +80,16 @@ class ModelRunner:
         device: Device,
         *,
         storage: KvStorage,
+        staging: StagingBuffer,
         limits: StepLimits,
         use_graphs: bool,
-        max_steps_in_flight: int,
     ) -> None:
         self._model = model
         self._stream = device.stream
         self._storage = storage
         self._limits = limits
         self._one_each = device.from_numpy(np.arange(limits.num_requests + 1, dtype=np.int32))
-        self.staging = StagingBuffer(device, limits.staging_fields, copies=max_steps_in_flight)
+        self.staging = staging
         self._arena = Arena(device, model.forward_bytes(limits.num_tokens))
         # Logits have an arena of their own: a replayed forward does not tell where its arena was left.
         self._logits_arena = Arena(device, model.logits_bytes(limits.num_logits))

@@ -20,6 +20,7 @@ from pegainfer.runtime.tensor import Tensor
 from pegainfer.scheduler.plan import TokenLogprobs
 from pegainfer.worker.input_batch import InputBatch
 from pegainfer.worker.sampling_inputs import SamplingInputs, slice_arguments
+from pegainfer.worker.staging import StagingBuffer
 
 __all__ = ["SampledDownload", "Sampler", "SamplingStep", "ScoredDownload", "ScoredTokens"]
 
@@ -116,7 +117,7 @@ class SamplingStep:
 
 
 class Sampler:
-    """Binds the sampling ops for up to `max_num_seqs` rows.
+    """Binds the sampling ops for up to `max_num_seqs` rows, whose inputs travel in `staging`.
 
     At most `max_logprobs` alternatives are the common case; without that limit (-1) a row may ask for the
     whole vocabulary, at the price of larger result arrays in its steps.
@@ -125,6 +126,7 @@ class Sampler:
     def __init__(
         self,
         device: Device,
+        staging: StagingBuffer,
         *,
         vocab_size: int,
         decodable_vocab_size: int,
@@ -133,7 +135,7 @@ class Sampler:
         max_steps_in_flight: int = 1,
     ) -> None:
         self.inputs = SamplingInputs(
-            device, vocab_size=vocab_size, max_num_seqs=max_num_seqs, copies=max_steps_in_flight
+            device, staging, vocab_size=vocab_size, max_num_seqs=max_num_seqs, copies=max_steps_in_flight
         )
         self._device = device
         self._sizes = (vocab_size, decodable_vocab_size)
@@ -152,17 +154,12 @@ class Sampler:
         self._sampled = device.zeros((max_num_seqs,), DType.int32)
         self._scored = ScoredTokens.empty(device, max_num_seqs, self._width)
 
-    @property
-    def nbytes(self) -> int:
-        """Device memory of the fixed arrays."""
-        return self.inputs.nbytes + self._scored.top_ids.nbytes + self._scored.top_logprobs.nbytes
-
     def feed(self, token_ids: Tensor) -> None:
         """Enqueue the replacement, in int32 `[T]`, of tokens that are pending; see `ops.feed`."""
         self._feed(token_ids=token_ids, sampled=self._sampled)
 
     def begin(self, rows: Array, batch: InputBatch) -> SamplingStep:
-        """Prepare a step in which `rows` sample, in this order."""
+        """Prepare a step in which `rows` sample, in this order: writes to the staging, before its upload."""
         arguments, nums = self.inputs.gather(rows, batch, self.feed)
         width = self._width_for(int(nums.max(initial=0)))
         scored = self._scored

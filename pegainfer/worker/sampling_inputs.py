@@ -15,7 +15,7 @@ from pegainfer.scheduler.plan import NewRequest
 from pegainfer.worker.input_batch import InputBatch
 from pegainfer.worker.staging import RaggedStaging, StagingBuffer
 
-__all__ = ["SamplingInputs", "slice_arguments"]
+__all__ = ["SamplingInputs", "sampling_fields", "slice_arguments"]
 
 Array = np.ndarray[Any, Any]
 
@@ -33,6 +33,17 @@ _PARAMETERS = {
 _RAGGED = {"history": DType.int32, "bias_ids": DType.int32, "bias_values": DType.float32}
 _NOTHING = np.zeros(1, np.int32)
 _SEED_MASK = (1 << 64) - 1
+
+
+def sampling_fields(num_rows: int) -> dict[str, tuple[tuple[int, ...], DType]]:
+    """Arrays of the staging for up to `num_rows` rows that sample in a step."""
+    return {
+        **{name: ((num_rows,), dtype) for name, dtype in _PARAMETERS.items()},
+        "counters": ((num_rows,), DType.int64),
+        "prompt_lens": ((num_rows,), DType.int32),
+        "history_start": ((num_rows + 1,), DType.int32),
+        "bias_start": ((num_rows + 1,), DType.int32),
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,28 +64,21 @@ class _Extras:
 
 
 class SamplingInputs:
-    """Parameters of up to `max_num_seqs` rows, and their staging."""
+    """Parameters of up to `max_num_seqs` rows. Those of a step go to the `sampling_fields` of `staging`."""
 
-    def __init__(self, device: Device, *, vocab_size: int, max_num_seqs: int, copies: int) -> None:
+    def __init__(
+        self, device: Device, staging: StagingBuffer, *, vocab_size: int, max_num_seqs: int, copies: int
+    ) -> None:
         self._vocab_size = vocab_size
         self._rows = {name: np.zeros(max_num_seqs, dtype.numpy) for name, dtype in _PARAMETERS.items()}
         self._extras: dict[int, _Extras] = {}
-        fields: dict[str, tuple[tuple[int, ...], DType]] = {
-            name: ((max_num_seqs,), dtype) for name, dtype in _PARAMETERS.items()
+        self._staging = staging
+        self._tensors: dict[str, Tensor | None] = {
+            name: staging.tensors[name] for name in sampling_fields(max_num_seqs)
         }
-        fields["counters"] = ((max_num_seqs,), DType.int64)
-        fields["prompt_lens"] = ((max_num_seqs,), DType.int32)
-        fields["history_start"] = ((max_num_seqs + 1,), DType.int32)
-        fields["bias_start"] = ((max_num_seqs + 1,), DType.int32)
-        self._staging = StagingBuffer(device, fields, copies=copies)
         self._ragged = {name: RaggedStaging(device, dtype, copies=copies) for name, dtype in _RAGGED.items()}
         self._empty = {name: staging.put(_NOTHING) for name, staging in self._ragged.items()}
         self._allowed = RaggedStaging(device, DType.uint32, copies=copies)
-
-    @property
-    def nbytes(self) -> int:
-        """Device memory of the staging."""
-        return self._staging.nbytes
 
     def add(self, row: int, request: NewRequest) -> None:
         """Take the parameters of a request."""
@@ -108,17 +112,16 @@ class SamplingInputs:
     ) -> tuple[dict[str, Tensor | None], Array]:
         """Arguments of `sample` for `rows`, one step's inputs, and the host's copy of `num_logprobs`.
 
-        The arguments live until the next call. `feed` enqueues the replacement of pending tokens.
+        Most lie in the staging, which is uploaded with the step's other inputs. They live until the next
+        call. `feed` enqueues the replacement of pending tokens.
         """
         count = len(rows)
-        self._staging.advance()
-        host, tensors = self._staging.host, self._staging.tensors
+        host = self._staging.host
         for name, values in self._rows.items():
             host[name][:count] = values[rows]
         prompts = batch.num_prompt_tokens[rows]
         host["counters"][:count] = batch.num_tokens[rows] - prompts
-        arguments: dict[str, Tensor | None] = {name: tensor for name, tensor in tensors.items()}
-        arguments.update(self._empty, allowed=None)
+        arguments: dict[str, Tensor | None] = {**self._tensors, **self._empty, "allowed": None}
         host["history_start"][: count + 1] = 0
         host["bias_start"][: count + 1] = 0
         extras = [self._extras.get(int(row)) for row in rows] if self._extras else []
@@ -130,7 +133,6 @@ class SamplingInputs:
                 feed(staged)
             self._gather_bias(extras, host["counters"], arguments)
             self._gather_allowed(extras, arguments)
-        self._staging.upload(count + 1)
         return arguments, self._rows["num_logprobs"][rows]
 
     def _gather_history(self, rows: Array, extras: list[_Extras | None], batch: InputBatch) -> Array:

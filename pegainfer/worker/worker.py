@@ -150,8 +150,7 @@ class Worker:
     def _launch(self, plan: StepPlan) -> _InFlight:
         layout = self._batch.prepare(plan.scheduled, self._runner.staging)
         scores = self._scores_prompts(layout)
-        # Before the forward, so that all inputs are on the device when it begins: a copy between two kernels
-        # leaves the device idle.
+        # Before the forward: all inputs of the step travel in one copy.
         rows = layout.rows[layout.sampling]
         sampling = self._sampler.begin(rows, self._batch) if len(rows) else None
         result = self._runner.forward(layout, self._sampler.feed, needs_all=scores)
