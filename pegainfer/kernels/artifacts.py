@@ -104,10 +104,6 @@ class PlannedGpu:
 
     zeros = empty
 
-    def reserve(self, nbytes: int) -> _PlannedStorage:
-        """A description."""
-        return _PlannedStorage(nbytes)
-
     def mirror(self, nbytes: int, *, copies: int = 1) -> _PlannedMirror:
         """Host memory that is never copied."""
         return _PlannedMirror(self.empty((nbytes,), DType.uint8))
@@ -179,9 +175,6 @@ class _PlannedStorage:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-
-    def commit(self, nbytes: int) -> None:
-        pass
 
     def host_array(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
         raise TypeError("a planned GPU has no memory")

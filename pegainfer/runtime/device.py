@@ -17,9 +17,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from pegainfer.runtime.dtypes import DType
-from pegainfer.runtime.tensor import Storage, Tensor
+from pegainfer.runtime.tensor import Tensor
 
-__all__ = ["Device", "DeviceKind", "Download", "Graph", "MemoryInfo", "Mirror", "Reservation", "Stream"]
+__all__ = ["Device", "DeviceKind", "Download", "Graph", "MemoryInfo", "Mirror", "Stream"]
 
 
 class DeviceKind(StrEnum):
@@ -35,16 +35,6 @@ class MemoryInfo:
 
     total: int
     available: int
-
-
-class Reservation(Storage, Protocol):
-    """Memory at addresses that are known before all of it is there."""
-
-    def commit(self, nbytes: int) -> None:
-        """Make the first `nbytes` usable; what was usable keeps its contents. Raises `CapacityError` when
-        there is not enough memory.
-        """
-        ...
 
 
 class Mirror(Protocol):
@@ -136,10 +126,6 @@ class Device(Protocol):
         ...
 
     def zeros(self, shape: tuple[int, ...], dtype: DType) -> Tensor: ...
-
-    def reserve(self, nbytes: int) -> Reservation:
-        """Addresses for `nbytes`, none of which may be touched before they are committed."""
-        ...
 
     def mirror(self, nbytes: int, *, copies: int = 1) -> Mirror:
         """Zeroed memory on both sides, `copies` times on the host's."""

@@ -28,7 +28,7 @@ from pegainfer.worker.base import WorkerInfo
 from pegainfer.worker.input_batch import InputBatch
 from pegainfer.worker.kernels_ahead import kernels_ahead
 from pegainfer.worker.kv_storage import KvStorage
-from pegainfer.worker.memory import KvPlan, plan_memory, settle_memory
+from pegainfer.worker.memory import KvPlan, plan_memory
 from pegainfer.worker.model_runner import ModelRunner, StepLimits
 from pegainfer.worker.sampler import Sampler
 from pegainfer.worker.sampling_inputs import sampling_fields
@@ -42,8 +42,6 @@ _MIN_LOGITS_ROWS = 16
 _DEFAULT_BLOCK_SIZE = {DeviceKind.cpu: 16, DeviceKind.cuda: 32}
 """Tokens. With 16 prefill attention of a Hopper GPU takes 12% longer: copies of few rows hold it up."""
 _DEFAULT_STEP_TOKENS = {DeviceKind.cpu: 512, DeviceKind.cuda: 8192}
-_WARM_UP_BLOCKS = 1
-"""Blocks that steps before the first request name."""
 _DEFAULT_MIXED_TOKENS = {DeviceKind.cpu: 512, DeviceKind.cuda: 2048}
 
 
@@ -83,14 +81,13 @@ def _build_worker(
         check_names(model.parameters, checkpoint.names())
         spec = KvCacheSpec(model.kv_specs, _block_size(config, device))
         limits = _step_limits(config, model_config, device)
-        memory = device.memory_info()
         plan = plan_memory(
             config,
             model,
             spec,
             context_limit=model_config.max_position_embeddings,
             step_bytes=limits.nbytes(model),
-            memory=memory,
+            memory=device.memory_info(),
             kind=device.kind,
         )
         batch = _make_batch(config, plan, spec.block_size)
@@ -120,17 +117,11 @@ def _build_worker(
             max_steps_in_flight=_steps_in_flight(config, device),
             phases=phases,
         )
-        storage = KvStorage(device, spec, max_blocks=plan.num_blocks)
-        storage.commit(plan.num_blocks if plan.budget is None else _WARM_UP_BLOCKS)
+        storage = KvStorage(device, spec, num_blocks=plan.num_blocks)
         worker = _assemble(config, model, storage, batch, device=device, limits=limits, info=info)
     with _phase(phases, "warm up"):
         _warm_up(worker)
         worker.rehearse()
-    with _phase(phases, "settle memory"):
-        taken = memory.available - device.memory_info().available
-        plan = settle_memory(config, spec, plan, memory=memory, taken=taken)
-        storage.commit(plan.num_blocks)
-        worker.settle(plan.num_blocks, plan.num_blocks * spec.block_bytes, plan.max_model_len)
     return worker
 
 

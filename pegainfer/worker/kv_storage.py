@@ -6,19 +6,18 @@ from pegainfer.kvcache.spec import KvCacheSpec
 from pegainfer.models.base import LayerKv
 from pegainfer.runtime.device import Device
 from pegainfer.runtime.dtypes import DType
-from pegainfer.runtime.tensor import Tensor
 
 __all__ = ["KvStorage"]
 
 
 class KvStorage:
-    """Up to `max_blocks` blocks laid out by `spec`. Those that were committed exist, uninitialised."""
+    """`num_blocks` blocks laid out by `spec`. Uninitialised: pages are taken when they are first written."""
 
-    def __init__(self, device: Device, spec: KvCacheSpec, *, max_blocks: int) -> None:
+    def __init__(self, device: Device, spec: KvCacheSpec, *, num_blocks: int) -> None:
         self.spec = spec
+        self.num_blocks = num_blocks
         stride = spec.block_bytes
-        self._reserved = device.reserve(max_blocks * stride)
-        memory = Tensor(self._reserved, DType.uint8, (max_blocks * stride,))
+        memory = device.empty((num_blocks * stride,), DType.uint8)
         self.layers = tuple(
             LayerKv(
                 memory=memory.slice(0, spec.layer_offset(index), memory.numel),
@@ -34,6 +33,7 @@ class KvStorage:
         """Tokens a block."""
         return self.spec.block_size
 
-    def commit(self, num_blocks: int) -> None:
-        """Let the first `num_blocks` exist; raises `CapacityError` when there is no memory for them."""
-        self._reserved.commit(num_blocks * self.spec.block_bytes)
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks."""
+        return self.num_blocks * self.spec.block_bytes

@@ -1,4 +1,4 @@
-"""The sum of memory that a worker will take, made before any weight is read, and what it came to."""
+"""The sum of memory that a worker will take, made before any weight is read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pegainfer.kvcache.spec import KvCacheSpec
 from pegainfer.models.base import Model
 from pegainfer.runtime.device import DeviceKind, MemoryInfo
 
-__all__ = ["KvPlan", "format_bytes", "plan_memory", "settle_memory"]
+__all__ = ["KvPlan", "format_bytes", "plan_memory"]
 
 _CPU_KV_SHARE = 0.25
 _CPU_KV_LIMIT = 4 << 30
@@ -19,15 +19,10 @@ _LEAST_CONTEXT = 512  # tokens; a shorter automatic context would only turn prom
 
 @dataclass(frozen=True, slots=True)
 class KvPlan:
-    """What the sum left for the KV cache, and the context length that follows.
-
-    With a `budget` the cache is to be what everything else leaves of so many bytes, and `num_blocks` the most
-    that this can be.
-    """
+    """What the sum left for the KV cache, and the context length that follows."""
 
     num_blocks: int
     max_model_len: int
-    budget: int | None = None
 
 
 def format_bytes(nbytes: float) -> str:
@@ -59,53 +54,25 @@ def plan_memory(
         "buffers of a step": step_bytes,
         "position table": wanted * model.bytes_per_position,
     }
+    sequence = -(-wanted // spec.block_size)
     room = budget - sum(fixed.values())
-    asked = _asked_blocks(config, spec)
-    num_blocks = asked
+    num_blocks = _asked_blocks(config, spec)
     if num_blocks is None:
-        sequence = -(-wanted // spec.block_size)
+        least = -(-min(wanted, _LEAST_CONTEXT) // spec.block_size)
         sensible = _sensible_blocks(config, spec, room, sequence=sequence, memory=memory, kind=kind)
-        num_blocks = max(_least_blocks(wanted, spec), sensible)
+        num_blocks = max(least, sensible)
     kv_bytes = num_blocks * spec.block_bytes
     if kv_bytes > room:
         raise CapacityError(_too_much({**fixed, "KV cache": kv_bytes}, budget, memory))
-    is_measured = asked is None and kind is not DeviceKind.cpu
-    context = _held_len(config, spec, wanted, num_blocks)
-    return KvPlan(num_blocks, context, budget if is_measured else None)
-
-
-def settle_memory(
-    config: EngineConfig, spec: KvCacheSpec, plan: KvPlan, *, memory: MemoryInfo, taken: int
-) -> KvPlan:
-    """The plan with the cache that fits now that everything else is there and has taken `taken` bytes of
-    `memory`, the device's at the start: kernels, workspaces, recorded steps. Raises `CapacityError`.
-    """
-    if plan.budget is None:
-        return plan
-    num_blocks = min(plan.num_blocks, (plan.budget - taken) // spec.block_bytes)
-    least = _least_blocks(plan.max_model_len, spec)
-    if num_blocks < least:
-        parts = {"weights, kernels and buffers": taken, "KV cache": least * spec.block_bytes}
-        raise CapacityError(_too_much(parts, plan.budget, memory))
-    return KvPlan(num_blocks, _held_len(config, spec, plan.max_model_len, num_blocks), plan.budget)
-
-
-def _least_blocks(wanted: int, spec: KvCacheSpec) -> int:
-    return -(-min(wanted, _LEAST_CONTEXT) // spec.block_size)
-
-
-def _held_len(config: EngineConfig, spec: KvCacheSpec, wanted: int, num_blocks: int) -> int:
-    """The context length, `wanted` or what the cache holds of it; an explicit one must be held."""
-    sequence = -(-wanted // spec.block_size)
-    if num_blocks >= sequence:
-        return wanted
-    if _is_explicit(config):
-        raise CapacityError(
-            f"--max-model-len {wanted} needs {format_bytes(sequence * spec.block_bytes)} of KV cache, it "
-            f"has {format_bytes(num_blocks * spec.block_bytes)} ({num_blocks * spec.block_size} tokens): "
-            "lower it, or make the cache larger with --kv-cache-memory-bytes"
-        )
-    return num_blocks * spec.block_size
+    if num_blocks < sequence:
+        if _is_explicit(config):
+            raise CapacityError(
+                f"--max-model-len {wanted} needs {format_bytes(sequence * spec.block_bytes)} of KV cache, it "
+                f"has {format_bytes(kv_bytes)} ({num_blocks * spec.block_size} tokens): lower it, or make "
+                "the cache larger with --kv-cache-memory-bytes"
+            )
+        wanted = num_blocks * spec.block_size
+    return KvPlan(num_blocks, wanted)
 
 
 def _is_explicit(config: EngineConfig) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
@@ -104,12 +104,6 @@ class Worker:
         self._device.tune(self._runner.rehearse, self._info.max_num_batched_tokens)
         self._device.stream.synchronize()
         self._runner.record()
-
-    def settle(self, num_blocks: int, kv_cache_bytes: int, max_model_len: int) -> None:
-        """Take what the KV cache has become, at most what it was planned to be."""
-        self._info = replace(
-            self._info, num_blocks=num_blocks, kv_cache_bytes=kv_cache_bytes, max_model_len=max_model_len
-        )
 
     def close(self) -> None:
         """Free the device."""

@@ -16,7 +16,7 @@ from pegainfer.kvcache.spec import FullAttention, KvCacheSpec
 from pegainfer.runtime.device import DeviceKind, MemoryInfo
 from pegainfer.runtime.dtypes import DType, WeightFormat
 from pegainfer.weights.quantized import quantize
-from pegainfer.worker.memory import plan_memory, settle_memory
+from pegainfer.worker.memory import plan_memory
 from tests.model_files import write_safetensors
 from tests.models.tiny_models import CONFIG, VOCAB, checkpoint, random_weights
 from tests.models.worker_driver import GREEDY, Driver, MemoryCheckpoint, engine_config, make_worker
@@ -117,7 +117,7 @@ def test_info() -> None:
     )
     assert (info.max_model_len, info.num_blocks, info.block_size) == (300, 40, 16)
     assert (info.max_num_batched_tokens, info.max_num_mixed_tokens) == (512, 512)
-    assert list(info.phases) == ["build model", "load weights", "allocate memory", "warm up", "settle memory"]
+    assert list(info.phases) == ["build model", "load weights", "allocate memory", "warm up"]
     assert all(seconds >= 0 for seconds in info.phases.values())
     assert info.weight_bytes >= 2 * info.num_parameters
     worker.close()
@@ -164,12 +164,8 @@ class SmallModel:
     bytes_per_position = 128
 
 
-def planned_config(**options: Any) -> Any:
-    return engine_config(**{"kv_cache_memory_bytes": None, "max_num_seqs": 256, **options})
-
-
 def planned(available: int, *, kind: DeviceKind = DeviceKind.cpu, **options: Any) -> Any:
-    config = planned_config(**options)
+    config = engine_config(**{"kv_cache_memory_bytes": None, "max_num_seqs": 256, **options})
     model: Any = SmallModel()
     spec = KvCacheSpec(make_spec(), 16)
     memory = MemoryInfo(total=64 << 30, available=available)
@@ -200,34 +196,6 @@ def test_default_cache_on_the_cpu() -> None:
     assert on_gpu.num_blocks > 50 * (1 << 30) // per_block
     with pytest.raises(CapacityError, match=r"weights 1 GiB.*KV cache .*smaller or\s+quantised model"):
         planned(1 << 30)
-
-
-def settled(taken: int, **options: Any) -> Any:
-    """What becomes of the plan for a GPU with 60 GiB when all but the cache has taken `taken` bytes."""
-    memory = MemoryInfo(total=64 << 30, available=60 << 30)
-    plan = planned(memory.available, kind=DeviceKind.cuda, **options)
-    config = planned_config(**options)
-    return settle_memory(config, KvCacheSpec(make_spec(), 16), plan, memory=memory, taken=taken)
-
-
-def test_a_cache_on_a_gpu_is_what_is_left_once_everything_else_is_there() -> None:
-    per_block, budget = 16 * 112 << 10, int(0.9 * (60 << 30))
-    plan = planned(60 << 30, kind=DeviceKind.cuda)
-    assert settled(0).num_blocks == plan.num_blocks  # never more than was planned
-    some = settled(20 << 30)
-    assert some.num_blocks == (budget - (20 << 30)) // per_block
-    assert some.max_model_len == 32768
-    little = settled(budget - 1000 * per_block)
-    assert (little.num_blocks, little.max_model_len) == (1000, 16000)
-    with pytest.raises(CapacityError, match=r"kernels and buffers .*KV cache 56 MiB.*smaller or"):
-        settled(budget - 31 * per_block)
-    with pytest.raises(CapacityError, match=r"--max-model-len 20000 needs .*16000 tokens"):
-        settled(budget - 1000 * per_block, max_model_len=20000)
-
-
-def test_a_cache_of_a_given_size_keeps_it() -> None:
-    asked = settled(50 << 30, kv_cache_memory_bytes=4 << 30)
-    assert asked.num_blocks == (4 << 30) // (16 * 112 << 10)
 
 
 LOAD = """

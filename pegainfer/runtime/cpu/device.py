@@ -93,10 +93,6 @@ class CpuDevice:
         """Memory of zeros; raises `CapacityError` when there is none."""
         return Tensor(HostStorage.allocate(math.prod(shape) * dtype.itemsize, zeroed=True), dtype, shape)
 
-    def reserve(self, nbytes: int) -> HostStorage:
-        """Memory whose pages are taken when they are first written."""
-        return HostStorage.allocate(nbytes)
-
     def mirror(self, nbytes: int, *, copies: int = 1) -> SharedMirror:
         """Zeroed memory, the same for host and device."""
         return SharedMirror(self.zeros((nbytes,), DType.uint8))

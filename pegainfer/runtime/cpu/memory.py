@@ -36,9 +36,6 @@ class HostStorage:
         except (MemoryError, OSError, ValueError, OverflowError):
             raise CapacityError(f"{nbytes} bytes of memory could not be allocated") from None
 
-    def commit(self, nbytes: int) -> None:
-        """Nothing: the system puts pages behind addresses when they are first written."""
-
     def host_array(self) -> Bytes:
         """The bytes, without a copy."""
         return self._array

@@ -18,7 +18,6 @@ from pegainfer.runtime.cuda.download import CudaDownload, LandingPool
 from pegainfer.runtime.cuda.driver import allocate, allocate_pinned, attribute, check, cuda, initialize
 from pegainfer.runtime.cuda.launch import Kernel
 from pegainfer.runtime.cuda.module import KernelSource
-from pegainfer.runtime.cuda.reserved import ReservedStorage
 from pegainfer.runtime.cuda.tensor_map import make_tensor_map
 from pegainfer.runtime.cuda.upload import UploadRing
 from pegainfer.runtime.device import DeviceKind, MemoryInfo
@@ -198,10 +197,6 @@ class CudaDevice:
         if tensor.nbytes:
             check(cuda.cuMemsetD8Async(tensor.data_ptr, 0, tensor.nbytes, self.stream.handle))
         return tensor
-
-    def reserve(self, nbytes: int) -> ReservedStorage:
-        """Addresses of device memory that is allocated when it is committed."""
-        return ReservedStorage(self.ordinal, nbytes)
 
     def pinned(self, shape: tuple[int, ...], dtype: DType) -> Tensor:
         """Uninitialised page-locked host memory."""

@@ -17,7 +17,6 @@ __all__ = [
     "allocate_pinned",
     "attribute",
     "check",
-    "create_memory",
     "cuda",
     "initialize",
 ]
@@ -83,12 +82,14 @@ def initialize(ordinal: int) -> Any:
 
 def allocate(nbytes: int) -> int:
     """The address of new device memory; raises `CapacityError` with what is free when there is not enough."""
-    return int(_check_room(cuda.cuMemAlloc(max(nbytes, 1)), nbytes))
-
-
-def create_memory(nbytes: int, properties: Any) -> Any:
-    """A handle of new device memory without an address; raises `CapacityError` as `allocate` does."""
-    return _check_room(cuda.cuMemCreate(nbytes, properties, 0), nbytes)
+    result = cuda.cuMemAlloc(max(nbytes, 1))
+    if result[0] == cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+        free, total = check(cuda.cuMemGetInfo())
+        raise CapacityError(
+            f"the GPU has no room for another {_gib(nbytes)}, {_gib(free)} of {_gib(total)} are free: "
+            f"{_RELIEF}"
+        )
+    return int(check(result))
 
 
 def allocate_pinned(nbytes: int) -> int:
@@ -106,16 +107,6 @@ def attribute(device: Any, name: str) -> int:
     """The value of `CU_DEVICE_ATTRIBUTE_<name>`."""
     number = getattr(cuda.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
     return int(check(cuda.cuDeviceGetAttribute(number, device)))
-
-
-def _check_room(result: tuple[Any, ...], nbytes: int) -> Any:
-    if result[0] == cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
-        free, total = check(cuda.cuMemGetInfo())
-        raise CapacityError(
-            f"the GPU has no room for another {_gib(nbytes)}, {_gib(free)} of {_gib(total)} are free: "
-            f"{_RELIEF}"
-        )
-    return check(result)
 
 
 def _gib(nbytes: int) -> str:
